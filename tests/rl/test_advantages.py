@@ -44,7 +44,7 @@ def test_gae_has_no_gradient_and_takes_responses_of_no_tokens():
 
 
 def test_shapes_that_would_broadcast_are_refused():
-    with pytest.raises(ValueError, match=r"one shape.*'values': \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"same shape.*'values': \(2, 1\)"):
         advantages.gae(torch.ones(2, 3), torch.ones(2, 1), torch.ones(2, 3))
 
 

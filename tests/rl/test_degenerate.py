@@ -66,7 +66,7 @@ def test_a_step_without_tokens_is_named_or_skipped(how):
         settings = {"sampling": Sampling(max_new_tokens=6, max_prompt_tokens=2)}
     else:
         settings = {"policy": Silent, "reward": pull, "data": BANDITS[1:] * 4}
-    with pytest.raises(NoTokensError, match="step 0 has no token to learn from"):
+    with pytest.raises(NoTokensError, match="Step 0 has no tokens to train on"):
         make(**settings).train(steps=1)
     with make(**settings, on_error="skip") as trainer:
         result = trainer.train(steps=2)
@@ -173,7 +173,7 @@ def test_a_reward_function_that_raises_or_hangs():
         while True:
             pass
 
-    with pytest.raises(RewardTimeoutError, match=r"no result in 0.2 s; it is at .*test_degenerate"):
+    with pytest.raises(RewardTimeoutError, match=r"return within 0.2 s; it is at .*test_degenerate"):
         make(reward=hangs, reward_timeout=0.2).train(steps=1)
     with make(reward=raises, on_error="skip") as trainer:
         result = trainer.train(steps=1)

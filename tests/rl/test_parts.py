@@ -91,7 +91,7 @@ def test_what_is_no_response_is_named(made, complaint):
 
 def test_a_policy_that_returns_too_few_is_told():
     one = torch.ones(1)
-    with pytest.raises(ValueError, match=r"given 2 rows and returned \{'responses': 1\}"):
+    with pytest.raises(ValueError, match=r"2 entries, one per row, not \{'responses': 1\}"):
         Rollouts([{}, {}], [0, 1], [0, 0], Generated([one, one], [one], ["", ""]))
 
 
@@ -289,9 +289,9 @@ def test_workers_that_never_wait_have_no_place_in_common():
 def test_loaders_that_give_nothing_or_nonsense_are_named():
     with pytest.raises(ValueError, match="loader of worker 3 is empty"):
         LoaderSource([], 2, rank=3).rows(0, 0)
-    with pytest.raises(TypeError, match="must give rows"):
+    with pytest.raises(TypeError, match="must yield rows"):
         LoaderSource([["text"]], 2, rank=3).rows(0, 0)
-    with pytest.raises(TypeError, match="iterate"):
+    with pytest.raises(TypeError, match="an iterable"):
         LoaderSource(5, 2, rank=3)
 
 

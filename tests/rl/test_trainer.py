@@ -207,7 +207,7 @@ def test_what_a_policy_lacks_is_named():
     with pytest.raises(ActorDiedError, match="T5 has an encoder"):
         make(policy=encoder).train(steps=1)
     without = type("NoValues", (torch.nn.Module,), {"generate": 1, "log_probs": 1})
-    with pytest.raises(ActorDiedError, match=r"NoValues lacks values\(\)"):
+    with pytest.raises(ActorDiedError, match=r"NoValues must have values\(\)"):
         make(PPOTrainer, policy=without).train(steps=1)
     with pytest.raises(ActorDiedError, match="value_head=True"):
         make(PPOTrainer, policy=lambda: CausalLM(make_model(), TOKENIZER)).train(steps=1)
@@ -218,7 +218,7 @@ def test_what_a_policy_lacks_is_named():
         def forward(self, input_ids):
             return input_ids
 
-    with pytest.raises(ActorDiedError, match=r"width of Own's hidden states: its config.hidden_"):
+    with pytest.raises(ActorDiedError, match=r"config.hidden_size, which Own doesn't have"):
         make(PPOTrainer, policy=Own).train(steps=1)
 
     class Wide(Bandit):
@@ -253,7 +253,7 @@ def test_what_a_policy_lacks_is_named():
         ({"eval_every_steps": 1, "eval_interval": 1, "eval_data": rows(4)}, "not both"),
         ({"eval_every_steps": 0}, "eval_every_steps"),
         ({"mode": "async", "sync": "weights"}, 'mode="async" is not for'),
-        ({"eval_interval": 1}, "needs eval_data"),
+        ({"eval_interval": 1}, "requires eval_data"),
         ({"config": PPOConfig()}, "needs a GRPOConfig"),
         ({"momentun": 1}, "momentun"),
     ],
@@ -315,7 +315,7 @@ def test_rows_need_not_be_a_list():
             trainer.evaluate([])
         with pytest.raises(TypeError, match="data must be a list of rows"):
             trainer.evaluate(lambda rank, world_size: rows(3))
-    with pytest.raises(TypeError, match=r"data must give rows \(dicts\)"):
+    with pytest.raises(TypeError, match=r"data must yield rows \(dicts\)"):
         make(data=[*rows(3), "1+1="]).train(steps=1)
 
 

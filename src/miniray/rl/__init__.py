@@ -1,6 +1,6 @@
-"""PPO and GRPO where the data is: rollouts, rewards and updates in the workers. Needs torch.
+"""PPO and GRPO with rollouts, rewards and updates in the workers. Needs torch.
 
-What is here is imported when it is first used: a driver that only calls workers loads no torch.
+Names are imported on first use, so a driver that only calls workers doesn't load torch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How much better an action was than expected: GAE, GRPO, RLOO, and whitening.
+"""Compute advantages: GAE, GRPO, RLOO and whitening.
 
-Pure functions on tensors of shape (sequences, tokens) with a mask of the same shape, 1 where the
-policy chose the token. What is masked has no part in any result and comes back as 0, whatever it
-was, NaN included. Nothing here is differentiated: results have no gradient.
+The functions are pure. They accept tensors of shape (sequences, tokens) and a mask of the same
+shape, which is 1 for tokens that the policy sampled. Masked values, including NaN, don't affect the
+results and are returned as 0. The results don't require gradients.
 
 - GAE: Schulman et al., https://arxiv.org/abs/1506.02438
-- GRPO: Shao et al., https://arxiv.org/abs/2402.03300; without the division by the deviation it is
-  Dr. GRPO, https://arxiv.org/abs/2503.20783
+- GRPO: Shao et al., https://arxiv.org/abs/2402.03300; without the division by the standard
+  deviation: Dr. GRPO, https://arxiv.org/abs/2503.20783
 - RLOO: Ahmadian et al., https://arxiv.org/abs/2402.14740
 """
 
@@ -23,11 +23,11 @@ from miniray.rl.losses import same_shape, selected
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) by generalised advantage estimation.
+    """Return (advantages, returns), computed by generalized advantage estimation.
 
-    A gap in the mask (what a tool or another speaker said) is stepped over: the token before it is
-    followed by the one after it, and the gap's rewards and values do not count. So a reward must be
-    on a token of the policy's own. Advantages are not whitened.
+    Gaps in the mask, such as the output of a tool, are skipped: the token before a gap is followed
+    by the token after it, and rewards and values in the gap are ignored. Rewards must therefore be
+    on tokens that the policy sampled. Advantages aren't whitened.
     """
     same_shape(rewards=rewards, values=values, mask=mask)
     chosen = mask.bool()
@@ -45,7 +45,7 @@ def gae(
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
-    """(count, sum, sum of squares) in double precision: what ranks add up before they whiten."""
+    """Return (count, sum, sum of squares) in double precision. Ranks sum them before ``whiten``."""
     same_shape(x=x, mask=mask)
     taken = x.detach()[mask.bool()].double()
     count = torch.tensor(float(taken.numel()), dtype=torch.float64, device=x.device)
@@ -55,10 +55,10 @@ def moments(x: Tensor, mask: Tensor) -> Tensor:
 def whiten(
     x: Tensor, mask: Tensor, stats: Tensor | Sequence[float] | None = None, *, eps: float = 1e-8
 ) -> Tensor:
-    """``x`` with mean 0 and variance 1 (unbiased) over what the mask selects.
+    """Return ``x`` scaled to mean 0 and variance 1 (unbiased) over the values the mask selects.
 
-    ``stats`` are the ``moments`` to use, summed over all ranks; by default those of ``x`` itself.
-    A single number has no variance and becomes 0.
+    ``stats`` are the ``moments`` to use, summed over all ranks. The default is the moments of
+    ``x``. A single value has no variance and becomes 0.
     """
     given = moments(x, mask) if stats is None else stats
     count, total, squares = (float(s) for s in given)
@@ -77,12 +77,12 @@ def grpo(
     norm_std: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """An advantage for each sequence: its reward against the mean of its group's.
+    """Return the advantage of each sequence: its reward minus the mean reward of its group.
 
-    ``rewards`` has one number a sequence, and sequences of one prompt have the same group id: a
-    number, a text, anything hashable. With ``norm_std`` it is divided by the group's standard
-    deviation (unbiased) + ``eps``. A group of one has nothing to be compared with: mean 0,
-    deviation 1, so its reward is its advantage.
+    ``rewards`` has one value per sequence. Sequences of the same prompt have the same group ID,
+    which can be any hashable value. With ``norm_std``, advantages are divided by the group's
+    standard deviation (unbiased) plus ``eps``. For groups with a single sequence, the mean is taken
+    as 0 and the deviation as 1, so the advantage is the reward.
     """
     rewards = _floats(rewards)
     index, counts, sums = _groups(rewards, group_ids)
@@ -98,9 +98,9 @@ def grpo(
 
 
 def rloo(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]) -> Tensor:
-    """An advantage for each sequence: its reward against the mean of the *others* of its group.
+    """Return the advantage of each sequence: its reward minus the mean of the others in its group.
 
-    A group of one has no others: its reward is its advantage.
+    The advantage of a group's only sequence is its reward.
     """
     rewards = _floats(rewards)
     index, counts, sums = _groups(rewards, group_ids)
@@ -110,26 +110,26 @@ def rloo(rewards: Tensor, group_ids: Tensor | Sequence[Hashable]) -> Tensor:
 
 
 def spread(per_sequence: Tensor, mask: Tensor) -> Tensor:
-    """One number a sequence as one a token: the same on each of its tokens, 0 where masked."""
+    """Expand one value per sequence to one value per token, with 0 for masked tokens."""
     return selected(per_sequence[:, None].expand(mask.shape), mask.bool())
 
 
 def _floats(x: Tensor) -> Tensor:
-    """Without a gradient; what is right or wrong, or a whole number, as a float."""
+    """Return ``x`` detached, with booleans and integers converted to floats."""
     return x.detach() if x.is_floating_point() else x.detach().float()
 
 
 def _groups(
     rewards: Tensor, group_ids: Tensor | Sequence[Hashable]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(index of each sequence's group, sequences in each group, sum of rewards in each group)."""
+    """Return the group index of each sequence, and the size and the reward sum of each group."""
     if not isinstance(group_ids, Tensor):
         seen: dict[Hashable, int] = {}
         group_ids = [seen.setdefault(group, len(seen)) for group in group_ids]
     ids = torch.as_tensor(group_ids, device=rewards.device)
     if rewards.ndim != 1 or ids.shape != rewards.shape:
         raise ValueError(
-            "rewards must be one number a sequence and group_ids one id a sequence; shapes are "
+            "rewards and group_ids must have one value per sequence, but their shapes are "
             f"{tuple(rewards.shape)} and {tuple(ids.shape)}"
         )
     _, index, counts = torch.unique(ids, return_inverse=True, return_counts=True)

@@ -1,8 +1,8 @@
-"""Sequences of a step: kept without padding, padded a micro-batch at a time.
+"""The sequences of a step, which are stored without padding and padded per micro-batch.
 
-``Rollouts`` are a worker's own of one step. ``MicroBatch`` is what a policy's ``log_probs`` and
-``values`` get. Rows travel along, so a policy may turn what they carry (encoded images, say) into
-tensors for just these sequences, and drop them afterwards.
+``Rollouts`` holds the sequences of one worker in one step. ``MicroBatch`` is the argument of a
+policy's ``log_probs`` and ``values``. It includes the rows, so a policy can decode their data, such
+as images, for the sequences of one micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from miniray.rl.sources import Row
 
 @dataclasses.dataclass
 class Generated:
-    """What a policy's ``generate`` returns, one entry a row.
+    """The return value of a policy's ``generate``, with one entry per row.
 
-    ``prompts`` and ``responses`` are token ids without padding, lists or 1-D tensors on the CPU.
-    ``texts`` is what the reward function gets. ``masks`` (optional) are 1 where the policy chose
-    the response's token and 0 where somebody else did, a tool for example.
+    ``prompts`` and ``responses`` are token IDs without padding: lists, or 1-D tensors on the CPU.
+    ``texts`` is passed to the reward function. ``masks`` (optional) is 1 for response tokens that
+    the policy sampled and 0 for other tokens, such as the output of a tool.
     """
 
     prompts: Sequence[Tensor | Sequence[int]]
@@ -37,12 +37,12 @@ class Generated:
 
 @dataclasses.dataclass
 class MicroBatch:
-    """Some sequences, padded: prompts on the left, responses on the right.
+    """A padded batch of sequences. Prompts are padded on the left, responses on the right.
 
-    ``input_ids``, ``attention_mask`` and ``position_ids`` are (sequences, tokens); the last
-    ``width`` columns are the responses. ``mask`` is (sequences, width), 1 where the policy chose
-    the token: log-probs and values are wanted in that shape. Logits are to be divided by
-    ``temperature``, as they were when the tokens were sampled.
+    ``input_ids``, ``attention_mask`` and ``position_ids`` have shape (sequences, tokens). The last
+    ``width`` columns are the responses. ``mask`` has shape (sequences, width) and is 1 for tokens
+    that the policy sampled. Log-probs and values must have the shape of ``mask``. Divide the logits
+    by ``temperature``, because the tokens were sampled with it.
     """
 
     rows: list[Row]
@@ -52,19 +52,20 @@ class MicroBatch:
     mask: Tensor
     width: int
     temperature: float
-    index: Tensor  # where in the step's Rollouts these sequences are
+    index: Tensor  # indices of the sequences in the Rollouts of the step
 
     @property
     def responses(self) -> Tensor:
-        """Their token ids, (sequences, width)."""
+        """Token IDs of the responses, of shape (sequences, width)."""
         return self.input_ids[:, self.input_ids.shape[1] - self.width :]
 
 
 class Rollouts:
-    """A worker's sequences of one step, and what is known of each of their tokens.
+    """The sequences of one worker in one step, with values per token.
 
-    ``ids`` number the sequences over all workers, ``groups`` their prompts. ``tokens`` has tensors
-    of shape (sequences, longest response), on the CPU: ``mask``, ``old_logp``, ``advantages``, ...
+    ``ids`` numbers the sequences of all workers, and ``groups`` numbers their prompts. ``tokens``
+    maps names such as ``mask``, ``old_logp`` and ``advantages`` to CPU tensors of shape (sequences,
+    longest response).
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class Rollouts:
 
     @property
     def mask(self) -> Tensor:
-        """True where the policy chose the token."""
+        """Boolean mask of the tokens that the policy sampled."""
         return self.tokens["mask"]
 
     def keep(self, wanted: Tensor) -> None:
-        """Drop the sequences where ``wanted`` is False."""
+        """Drop the sequences for which ``wanted`` is False."""
         index = torch.nonzero(wanted)[:, 0]
         for name in ("rows", "prompts", "responses", "texts"):
             values = getattr(self, name)
@@ -105,14 +106,14 @@ class Rollouts:
         self.tokens = {name: values[index] for name, values in self.tokens.items()}
 
     def put(self, name: str, batch: MicroBatch, values: Tensor) -> None:
-        """Keep the values of a micro-batch's tokens; 0 where masked."""
+        """Store the values of a micro-batch's tokens, with 0 for masked tokens."""
         if name not in self.tokens:
             self.tokens[name] = torch.zeros(self.mask.shape, dtype=torch.float32)
         kept = selected(values.detach().float(), batch.mask)
         self.tokens[name][batch.index, : batch.width] = kept.cpu()
 
     def get(self, name: str, batch: MicroBatch) -> Tensor:
-        """What is kept of a micro-batch's tokens, where the micro-batch is."""
+        """Return the stored values of a micro-batch's tokens, on the device of the micro-batch."""
         return self.tokens[name][batch.index, : batch.width].to(batch.input_ids.device)
 
     def micro_batches(
@@ -123,7 +124,10 @@ class Rollouts:
         temperature: float = 1.0,
         among: Sequence[int] | None = None,
     ) -> Iterator[MicroBatch]:
-        """All sequences (or those ``among``), in batches of at most ``budget`` padded tokens."""
+        """Yield all sequences, or those in ``among``, in batches of up to ``budget`` padded tokens.
+
+        A sequence that is longer than ``budget`` is a batch by itself.
+        """
         prompts = [len(p) for p in self.prompts]
         responses = [len(r) for r in self.responses]
         chosen = range(len(self)) if among is None else among
@@ -153,9 +157,11 @@ class Rollouts:
 def split_by_tokens(
     prompts: Sequence[int], responses: Sequence[int], budget: int, among: Sequence[int]
 ) -> list[list[int]]:
-    """Sequences in batches: rows times (longest prompt + longest response) is within ``budget``.
+    """Group sequences into batches of up to ``budget`` padded tokens.
 
-    Of like length together, so that little is padding. One that alone is over it is a batch alone.
+    The size of a batch is its number of rows times (longest prompt + longest response). Sequences
+    of similar length are grouped to reduce padding. A sequence that exceeds ``budget`` is a batch
+    by itself.
     """
     order = sorted(among, key=lambda i: (prompts[i] + responses[i], prompts[i], i), reverse=True)
     batches: list[list[int]] = []
@@ -172,7 +178,7 @@ def split_by_tokens(
 
 
 def pad_left(sequences: Sequence[Tensor], device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """(ids, mask) of shape (sequences, longest). Padding is token 0: nothing attends to it."""
+    """Return (ids, mask) of shape (sequences, longest). Padding is token 0 and is masked out."""
     return _pad(sequences, device, "left")
 
 
@@ -190,7 +196,7 @@ def _pad(
 
 
 def positions(mask: Tensor) -> Tensor:
-    """Position ids that count from each row's first token; 0 for the padding before it."""
+    """Return position IDs that start with 0 at the first token of each row. Padding has 0."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
@@ -206,7 +212,7 @@ def _check_generated(made: Any, count: int) -> None:
         lengths["masks"] = len(made.masks)
     wrong = {name: length for name, length in lengths.items() if length != count}
     if wrong:
-        raise ValueError(f"generate() was given {count} rows and returned {wrong}")
+        raise ValueError(f"generate() must return {count} entries, one per row, not {wrong}")
     for i, (prompt, response) in enumerate(zip(made.prompts, made.responses, strict=True)):
         for name, ids in (("prompt", prompt), ("response", response)):
             if np.ndim(ids) != 1:
@@ -215,6 +221,6 @@ def _check_generated(made: Any, count: int) -> None:
                 )
         if made.masks is not None and len(made.masks[i]) != len(response):
             raise ValueError(
-                f"generate(): response {i} has {len(response)} tokens and a mask of "
+                f"generate(): response {i} has {len(response)} tokens, but its mask has "
                 f"{len(made.masks[i])}"
             )

@@ -1,8 +1,7 @@
-"""What the driver tells a worker and asks of it, in classes that do without torch.
+"""The interface between the driver and its workers, in classes that don't import torch.
 
-A driver only calls workers, so it need not load torch for it: that saves it a second and the memory
-of one more process. The class it makes its workers of is ``Worker``, and what it gets in their
-processes is an ``RLWorker``.
+The driver only calls workers. Without torch, it starts about a second faster and needs less memory.
+It creates actors of ``Worker``; in the worker processes, the instances are ``RLWorker`` objects.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
     from miniray.rl.collective import Collective
 
 
-#: In a group of an optimizer's parameters: the rate that is theirs whatever ``set_lr`` says.
+#: Key of an optimizer's parameter group: the learning rate that ``set_lr`` doesn't change.
 OWN_RATE = "own_rate"
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What every worker is told; the same for all of them, and checked before anything starts.
+    """The arguments of all workers, which are checked before anything is started.
 
-    See ``RLTrainer`` for what the fields mean.
+    See ``RLTrainer`` for the fields.
     """
 
     policy: Callable[[], Any]
@@ -61,8 +60,8 @@ class Setup:
                 raise TypeError(f"{name} must be a function, not {getattr(self, name)!r}")
         if hasattr(self.policy, "state_dict") and not isinstance(self.policy, type):
             raise TypeError(  # TRL would take it
-                f"policy must be a function that makes the model, not a "
-                f"{type(self.policy).__name__} itself: every worker has one of its own"
+                f"policy must be a function that creates the model, not a "
+                f"{type(self.policy).__name__}, because every worker creates its own model"
             )
         called_with("policy", self.policy)
         called_with("reward", self.reward, "row", "response")
@@ -81,12 +80,15 @@ class Setup:
 
     @property
     def held_out_sampling(self) -> Sampling:
-        """How held-out prompts are answered; where nothing was said, by the likeliest tokens."""
+        """Sampling options for evaluation. The default is greedy decoding."""
         return self.eval_sampling or dataclasses.replace(self.sampling, temperature=0.0)
 
 
 class Worker(ABC):
-    """An ``RLWorker``, by the name that needs no torch. Weights and state are dealt with here."""
+    """The base class of ``RLWorker``, which can be imported without torch.
+
+    Creating a ``Worker`` returns an ``RLWorker``. This class gets and sets weights and state.
+    """
 
     rank: int
     setup: Setup
@@ -100,7 +102,7 @@ class Worker(ABC):
         if cls is Worker:
             from miniray.rl.worker import RLWorker
 
-            return object.__new__(RLWorker)  # whose __init__ comes next
+            return object.__new__(RLWorker)  # Python calls its __init__ next
         return object.__new__(cls)
 
     @abstractmethod
@@ -110,22 +112,22 @@ class Worker(ABC):
 
     @abstractmethod
     def train_epoch(self, epoch: int, seed: int, kl_coef: float) -> dict[str, Quad]:
-        """One step; ``epoch`` is its number."""
+        """Train one step. ``epoch`` is the number of the step."""
 
     @abstractmethod
     def evaluate(
         self, shard_id: int, num_shards: int, data: Sequence[Row] | None = None, first: int = 0
     ) -> dict[str, Quad]:
-        """Rewards on held-out prompts."""
+        """Return the metrics on held-out prompts."""
 
     @abstractmethod
     def join_group(self, spec: ProcessGroupSpec) -> None:
-        """From now on, add up gradients with the other workers."""
+        """Join the process group, and sum gradients over its workers from now on."""
 
     # -- weights, state ----------------------------------------------------------------------------
 
     def get_weights(self) -> dict[str, Tensor]:
-        """The policy's, on the CPU."""
+        """Return the weights of the policy, on the CPU."""
         return {k: v.detach().cpu() for k, v in self.policy.state_dict().items()}
 
     def _write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles:
@@ -134,37 +136,42 @@ class Worker(ABC):
         return write_model(self.policy, model, directory, send_files)
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises ``RuntimeError``, and changes nothing, if they are another model's."""
+        """Set the weights of the policy.
+
+        Raises:
+            RuntimeError: The weights belong to a different model.
+        """
         self.policy.load_state_dict(weights)
 
     def set_lr(self, lr: float) -> None:
-        """For all parameters but those with a rate of their own (``critic_lr``)."""
+        """Set the learning rate of all parameters except those with a separate ``critic_lr``."""
         for settings in self.optimizer.param_groups:
             settings["lr"] = settings.get(OWN_RATE, lr)
 
     def get_reference(self) -> dict[str, Tensor] | None:
-        """The weights that the policy is held to; None if it is held to nothing, or not yet."""
+        """Return the weights of the reference model, or None if it doesn't exist (yet)."""
         if self.reference is None:
             return None
         return {k: v.detach().cpu() for k, v in self.reference.state_dict().items()}
 
     def set_reference(self, weights: Mapping[str, Tensor] | None) -> None:
-        """Hold the policy to these; None leaves all as it is."""
+        """Set the weights of the reference model. ``None`` changes nothing."""
         if weights is not None:
             self.reference = self._frozen_copy()
-            needed = self.reference.state_dict()  # of a policy's weights, all but a critic's
+            needed = self.reference.state_dict()  # all weights of the policy except the critic's
             self.reference.load_state_dict({k: v for k, v in weights.items() if k in needed})
 
     def get_optimizer(self) -> dict[str, Any]:
-        """Its ``state_dict``."""
+        """Return the ``state_dict`` of the optimizer."""
         state: dict[str, Any] = self.optimizer.state_dict()
         return state
 
     def set_optimizer(self, state: dict[str, Any]) -> None:
-        """Take up what ``get_optimizer`` gave, but for the rates, which are the config's.
+        """Restore the state from ``get_optimizer``, except the learning rates of the config.
 
-        ``critic_lr`` may be new: parameters are numbered alike with and without it. An optimizer
-        that the trainer was given has the rates, and must have the groups, of the state.
+        ``critic_lr`` may differ, because parameters have the same numbers with and without it. If
+        the trainer has an ``optimizer`` argument, the learning rates of the state are restored, and
+        the parameter groups must match.
         """
         if self.setup.optimizer is None:
             groups = self.optimizer.state_dict()["param_groups"]
@@ -173,14 +180,14 @@ class Worker(ABC):
         self.optimizer.load_state_dict(state)
 
     def get_state(self) -> dict[str, Any]:
-        """What is this worker's own: its place in the data, random numbers, optimizer."""
+        """Return the state of this worker: position in the data, random state and optimizer."""
         import torch
 
         version, internal, gauss = random.getstate()
         name, keys, *rest = np.random.get_state()
         return {
             "source": self.source.state_dict(),
-            # Of workers that add up gradients it is the same: the trainer keeps it once.
+            # Workers that sum gradients have the same optimizer state. The trainer stores it once.
             "optimizer": None if self.setup.sync == "grad" else self.get_optimizer(),
             "torch": torch.get_rng_state(),
             "random": [version, list(internal), gauss],
@@ -188,7 +195,7 @@ class Worker(ABC):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what ``get_state`` gave: the run goes on bit for bit (on the CPU)."""
+        """Restore the state from ``get_state``. On the CPU, the run continues bit-identically."""
         import torch
 
         self.source.load_state_dict(state["source"])
@@ -200,11 +207,11 @@ class Worker(ABC):
         np.random.set_state(tuple(state["numpy"]))
 
     def get_source(self) -> dict[str, Any]:
-        """This worker's place in the data."""
+        """Return the position of this worker in the data."""
         return self.source.state_dict()
 
     def set_source(self, state: Mapping[str, Any]) -> None:
-        """Take up another worker's place in the data: loaders that allow it share out anew."""
+        """Continue at a merged position in the data. Loaders that support it are resharded."""
         self.source.load_state_dict(state)
 
     def get_snapshot(self, is_source: bool) -> dict[str, Any]:
@@ -224,9 +231,9 @@ class Worker(ABC):
 
     @abstractmethod
     def _frozen_copy(self) -> Any:
-        """The policy as it is now, for log-probs alone."""
+        """Return a copy of the current policy without gradients, to compute log-probs."""
 
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The numbers of all parameters in the groups of an optimizer's state."""
+    """Return the numbers of all parameters in the groups of an optimizer's state."""
     return [number for group in groups for number in group["params"]]

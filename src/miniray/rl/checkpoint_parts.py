@@ -14,7 +14,7 @@ import miniray
 from miniray.rl.sources import place_of_all
 from miniray.train.workers.group import WorkerGroup
 
-#: Returns the current ``WorkerGroup``, which replaces workers that are lost meanwhile.
+#: Returns the current ``WorkerGroup``, which replaces lost workers.
 GetGroup = Callable[[], Any]
 
 
@@ -37,7 +37,7 @@ class SourcePart:
         return {"place": place_of_all(places), "num_workers": len(places)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position, unless the workers' own states contain it."""
+        """Continue at the position, unless the states of the workers already contain it."""
         group = self._get_group()
         place, is_other_size = state["place"], state["num_workers"] != len(group.handles)
         if "loader" not in place or not (is_other_size or place.get("to_all")):
@@ -47,8 +47,8 @@ class SourcePart:
             place["apart"] = "the loaders have no state_dict() and no load_state_dict()"
         if "apart" in place:
             warnings.warn(
-                "workers may not continue at one position in the data, so rows may be repeated or "
-                f"skipped: {place['apart']}",
+                "Workers may continue at different positions in the data, so rows may be repeated "
+                f"or skipped: {place['apart']}",
                 stacklevel=2,
             )
         group.call("set_source", lambda _: (place,), {})
@@ -80,7 +80,7 @@ class ReferencePart:
         self._kept = None
 
     def state_dict(self) -> Any:
-        """Return the weights of the reference model; None if there is none."""
+        """Return the weights of the reference model, or None if it doesn't exist."""
         return miniray.get(self._get_group().ref_of(0, "get_reference"))
 
     def load_state_dict(self, weights: Any) -> None:
@@ -91,7 +91,7 @@ class ReferencePart:
 
 
 class OptimizerPart:
-    """The optimizer of workers that are equal, as the part ``optimizer``."""
+    """The optimizer of workers with equal state, as the part ``optimizer``."""
 
     def __init__(self, get_group: GetGroup) -> None:
         self._get_group = get_group
@@ -101,5 +101,5 @@ class OptimizerPart:
         return miniray.get(self._get_group().ref_of(0, "get_optimizer"))
 
     def load_state_dict(self, state: Any) -> None:
-        """Set it on all workers."""
+        """Set the state of the optimizer on all workers."""
         _send_to_all(self._get_group(), "set_optimizer", state)

@@ -1,8 +1,8 @@
-"""What the workers of a step add up among themselves: counts, moments, gradients.
+"""Sum counts, moments and gradients over the workers of a step.
 
-``Alone`` is a worker that adds up nothing: the only one, or one of several that train on their own
-between syncs of weights. ``Together`` sums over a process group. A worker that dies takes the
-others' sums with it: they raise ``PeerLostError`` at once and not after a time-out.
+``Alone`` is for a single worker, or for workers that train independently between weight syncs.
+``Together`` sums over a process group. If a worker crashes, the sums of the others raise
+``PeerLostError`` immediately instead of waiting for a timeout.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ class Alone:
         return tensor
 
     def offset(self, count: int) -> int:
-        return self.rank << 32  # numbers of its own, whatever the others have
+        return self.rank << 32  # a separate range of numbers for each worker
 
 
 class Together:
     """The process group that this worker has joined (``miniray.train.lockstep.process_group``).
 
-    gloo sums on the CPU and NCCL on the GPU; tensors that are elsewhere are copied there and back.
+    gloo sums on the CPU and NCCL on the GPU. Tensors on a different device are copied to it and
+    back.
     """
 
     def __init__(self) -> None:
@@ -41,14 +42,17 @@ class Together:
         self._device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
 
     def sum(self, tensor: Tensor, what: str) -> Tensor:
-        """``tensor`` summed over all workers, in place. ``what`` is for the error."""
+        """Sum ``tensor`` over all workers in place, and return it.
+
+        ``what`` describes the tensor in errors.
+        """
         staged = tensor.to(self._device)
         try:
             dist.all_reduce(staged)
         except RuntimeError as error:
             raise PeerLostError(
-                f"worker {self.rank} of {self.size}: the sum of {what} over all workers did not "
-                f"complete ({error}); look for the worker that failed first",
+                f"Worker {self.rank} of {self.size}: the sum of {what} over all workers didn't "
+                f"complete ({error}). Check which worker failed first.",
                 worker=self.rank,
                 rank=self.rank,
             ) from error
@@ -57,7 +61,7 @@ class Together:
         return tensor
 
     def offset(self, count: int) -> int:
-        """How many the workers before this one have, if each has ``count`` of its own."""
+        """Return the sum of the counts of the workers with a lower rank."""
         counts = torch.zeros(self.size, dtype=torch.int64)
         counts[self.rank] = count
         return int(self.sum(counts, "prompt counts")[: self.rank].sum())
@@ -69,10 +73,10 @@ Collective = Alone | Together
 def sum_gradients(
     parameters: Sequence[torch.nn.Parameter], collective: Collective, what: str
 ) -> None:
-    """Add up the gradients of all workers, in one flat tensor for each type.
+    """Sum the gradients of all workers, in one flat tensor per device and dtype.
 
-    A parameter that has a gradient on some worker has one on all afterwards; one that has none
-    anywhere has none, so that an optimizer leaves it alone.
+    A parameter with a gradient on any worker has one on all workers afterwards. The gradients of
+    other parameters stay None, so that optimizers skip them.
     """
     if collective.size == 1:
         return

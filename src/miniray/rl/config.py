@@ -1,7 +1,7 @@
-"""What a trainer can be told: small dataclasses, checked when they are made; and adaptive KL.
+"""The configuration of RL trainers, in dataclasses that check their values; and adaptive KL.
 
-Defaults are verl's where it has one, except the number of prompts and tokens, which suit a small
-model.
+Defaults are those of verl if it has one, except the numbers of prompts and tokens, which suit small
+models.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from miniray.checks import check_bool, check_choice, check_int, suggest_options
 
-#: How losses of tokens become one; how the distance to the reference is estimated. See ``losses``.
+#: Ways to aggregate token losses, and estimators of the KL to the reference. See ``losses``.
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
 KL_KINDS = ("k1", "k2", "k3")
 _COUNTS = ("rollouts", "epochs", "mini_batches", "micro_batch_tokens")
-#: Prompts of a step if neither the config nor the loaders set their number.
+#: Prompts per step if neither the config nor the loaders set it.
 PROMPTS_PER_STEP = 64
 #: Hints for names that aren't options of a config.
 _CONFIG_HINTS = {
@@ -35,7 +35,7 @@ _CONFIG_HINTS = {
 def in_range(
     name: str, value: Any, low: float, high: float = math.inf, *, sign: str = ">="
 ) -> None:
-    """Refuses NaN too, which compares false with everything."""
+    """Raise ``ValueError`` unless ``value`` is a number from ``low`` to ``high``, and not NaN."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not low <= value <= high or (sign == ">" and value == low):
         upper = "" if high == math.inf else f" and <= {high:g}"
@@ -43,21 +43,22 @@ def in_range(
 
 
 def above(name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """The same without ``low`` itself."""
+    """Raise ``ValueError`` unless ``value`` is a number above ``low`` and at most ``high``."""
     in_range(name, value, low, high, sign=">")
 
 
 @suggest_options()
 @dataclasses.dataclass(frozen=True)
 class KLPenalty:
-    """How the policy is held to its reference, which is what it was at the start.
+    """KL penalty that keeps the policy close to the reference model, which is the initial policy.
 
     Args:
-        coef: how strongly; 0 means not at all, and then there is no reference model.
-        kind: the estimate, ``"k1"``, ``"k2"`` or ``"k3"``; see ``losses.kl``.
-        place: ``"loss"``: a term of the loss; ``"reward"``: taken off every token's reward (PPO).
-        target: adapt ``coef`` so that the mean KL of a token stays near this; see ``AdaptiveKL``.
-        horizon: over how many sequences it adapts.
+        coef: Coefficient of the penalty. With 0, no reference model is created.
+        kind: Estimator: ``"k1"``, ``"k2"`` or ``"k3"``. See ``losses.kl``.
+        place: ``"loss"`` adds the penalty to the loss. ``"reward"`` subtracts it from the reward of
+            each token (PPO only).
+        target: Adapt ``coef`` to keep the mean KL per token near this value. See ``AdaptiveKL``.
+        horizon: Number of sequences over which ``coef`` adapts.
     """
 
     coef: float = 0.001
@@ -74,18 +75,18 @@ class KLPenalty:
         if self.target is not None:
             above("KLPenalty.target", self.target, 0)
             if self.coef == 0:
-                raise ValueError("KLPenalty.target needs a coef > 0 to start from: 0 stays 0")
+                raise ValueError("KLPenalty.target needs an initial coef > 0, because 0 stays 0")
 
 
 class AdaptiveKL:
-    """Raises the coefficient while the KL is above its target and lowers it while below.
+    """KL coefficient that increases while the KL is above its target and decreases while below.
 
     Each update multiplies it by ``1 + clip(kl / target - 1, ±0.2) * steps / horizon`` (Ziegler et
-    al., https://arxiv.org/abs/1909.08593, section 2.2). A KL that is no finite number is refused:
-    it would stay in the coefficient for ever.
+    al., https://arxiv.org/abs/1909.08593, section 2.2). A KL that isn't finite raises
+    ``ValueError``, because it would make the coefficient NaN or infinite for the rest of the run.
 
-    It lives on the driver, which sees the KL of all workers as (sum, count) and sends the
-    coefficient with every step. So that is one number for all ranks by construction.
+    The driver owns it. It combines the KL of all workers and sends the coefficient with every step,
+    so all ranks use the same value.
     """
 
     def __init__(self, coefficient: float, target: float, horizon: float = 10_000) -> None:
@@ -97,40 +98,40 @@ class AdaptiveKL:
         self.horizon = float(horizon)
 
     def update(self, kl: float, steps: float) -> float:
-        """Take note of the mean KL over ``steps`` samples; returns the new coefficient."""
+        """Update the coefficient with the mean KL over ``steps`` samples, and return it."""
         if not math.isfinite(kl):
-            raise ValueError(f"the mean KL to the reference is {kl}, so it cannot be adapted to")
+            raise ValueError(f"can't adapt the KL coefficient to a mean KL of {kl}")
         error = min(0.2, max(-0.2, kl / self.target - 1))
-        # A step of many samples against a short horizon must not make it negative.
+        # The coefficient must not become negative if a step has more samples than the horizon.
         self.coefficient *= max(0.0, 1 + error * steps / self.horizon)
         return self.coefficient
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient, for a checkpoint; the rest is settings."""
+        """Return the coefficient, which is the only state."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on with the coefficient of a ``state_dict``."""
+        """Restore the coefficient from a ``state_dict``."""
         self.coefficient = float(state["coefficient"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """What PPO and GRPO have in common.
+    """Options that PPO and GRPO have in common.
 
     Args:
         prompts_per_step: Prompts per step, of all workers together. Default: the sum of the
             workers' batch sizes if a ``make_loader`` returns loaders that yield batches, else 64.
             If both are set, they must be equal.
-        rollouts: responses sampled for each prompt.
-        epochs: how often the responses of a step are used.
-        mini_batches: updates in each of these epochs.
-        micro_batch_tokens: padded tokens in one forward and backward pass at most.
-        lr: of AdamW, unless the trainer is given an ``optimizer``.
-        max_grad_norm: gradients are scaled down to this norm.
-        clip_low, clip_high, dual_clip, agg: see ``losses.policy_loss``.
-        entropy_coef: what a nat of entropy is worth.
-        kl: see ``KLPenalty``.
+        rollouts: Responses to sample per prompt.
+        epochs: Number of passes over the responses of a step.
+        mini_batches: Updates per pass.
+        micro_batch_tokens: Maximum number of padded tokens in a forward and backward pass.
+        lr: Learning rate of AdamW. Not used if the trainer has an ``optimizer``.
+        max_grad_norm: Maximum norm to which gradients are clipped.
+        clip_low, clip_high, dual_clip, agg: See ``losses.policy_loss``.
+        entropy_coef: Coefficient of the entropy bonus.
+        kl: See ``KLPenalty``.
     """
 
     prompts_per_step: int | None = None
@@ -165,11 +166,11 @@ class Algorithm:
 @suggest_options(_CONFIG_HINTS)
 @dataclasses.dataclass(frozen=True)
 class GRPOConfig(Algorithm):
-    """Group relative policy optimisation: a response against the others of its prompt.
+    """Options of group relative policy optimization (GRPO).
 
     Args:
-        baseline: ``"grpo"`` or ``"rloo"``; see ``advantages``.
-        norm_std: divide by the group's standard deviation. False is Dr. GRPO.
+        baseline: ``"grpo"`` or ``"rloo"``. See ``advantages``.
+        norm_std: Divide advantages by the group's standard deviation. False is Dr. GRPO.
     """
 
     baseline: str = "grpo"
@@ -181,21 +182,21 @@ class GRPOConfig(Algorithm):
         check_bool("norm_std", self.norm_std)
         if self.kl.place == "reward":
             raise ValueError(
-                'KLPenalty(place="reward") is for PPO: GRPO has one reward a response, not a token'
+                'KLPenalty(place="reward") requires PPO, because GRPO has one reward per response'
             )
 
 
 @suggest_options(_CONFIG_HINTS)
 @dataclasses.dataclass(frozen=True)
 class PPOConfig(Algorithm):
-    """Proximal policy optimisation: a response against what the value head expected.
+    """Options of proximal policy optimization (PPO).
 
     Args:
-        gamma, lam: see ``advantages.gae``.
-        whiten: give advantages mean 0 and variance 1 over the tokens of all workers.
-        value_clip: see ``losses.value_loss``; None does not clip.
-        value_coef: how much the value loss counts.
-        critic_lr: of what only values need: a value head, a critic of its own. None: as ``lr``.
+        gamma, lam: See ``advantages.gae``.
+        whiten: Scale advantages to mean 0 and variance 1 over the tokens of all workers.
+        value_clip: See ``losses.value_loss``. ``None`` disables clipping.
+        value_coef: Coefficient of the value loss.
+        critic_lr: Learning rate of the value head or the separate critic. Default: ``lr``.
     """
 
     rollouts: int = 1
@@ -220,16 +221,16 @@ class PPOConfig(Algorithm):
 @suggest_options()
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How responses are generated.
+    """Options for generating responses.
 
     Args:
-        max_new_tokens: where a response ends if the model does not end it.
-        temperature: 0 takes the most likely token.
-        top_k: only the k most likely tokens; 0 means all.
-        top_p: only the most likely tokens that together have this probability.
-        max_prompt_tokens: longer prompts are left out, and counted.
-        stop_ids: tokens that end a response, besides the model's own end of sequence.
-        batch_tokens: how many tokens, prompts included, are generated at a time at most.
+        max_new_tokens: Maximum number of tokens in a response.
+        temperature: Sampling temperature. 0 selects the most likely token.
+        top_k: Sample from the k most likely tokens. 0 disables it.
+        top_p: Sample from the most likely tokens whose probabilities add up to this value.
+        max_prompt_tokens: Skip longer prompts. Their number is logged as ``filtered_prompts``.
+        stop_ids: Token IDs that end a response, in addition to the end-of-sequence tokens.
+        batch_tokens: Maximum number of tokens, including prompts, to generate in one batch.
     """
 
     max_new_tokens: int = 64
@@ -244,11 +245,11 @@ class Sampling:
         check_int("max_new_tokens", self.max_new_tokens, 1)
         in_range("temperature", self.temperature, 0)
         check_int("top_k", self.top_k, 0)
-        above("top_p", self.top_p, 0, 1)  # of 0 no token would be left
+        above("top_p", self.top_p, 0, 1)  # 0 would exclude all tokens
         if self.max_prompt_tokens is not None:
             check_int("max_prompt_tokens", self.max_prompt_tokens, 1)
         if not isinstance(self.stop_ids, Collection):
             raise TypeError(f"stop_ids must be a tuple of token ids, not {self.stop_ids!r}")
         for token in self.stop_ids:
-            check_int("a token of stop_ids", token, 0)
+            check_int("each token ID in stop_ids", token, 0)
         check_int("batch_tokens", self.batch_tokens, 1)

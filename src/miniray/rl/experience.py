@@ -1,7 +1,7 @@
-"""What is learnt from: rollouts with their log-probs, values and advantages.
+"""Add log-probs, values and advantages to the rollouts of a worker.
 
-Of a worker's own sequences only. What advantages need of the others' goes through the collective:
-counts and moments.
+Each worker processes its own sequences. The counts and moments that advantages need from other
+workers are summed by the collective.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def look_back(
     reference: Any,
     precision: Callable[[], AbstractContextManager[Any]],
 ) -> None:
-    """Log-probs of what was sampled, now and under the reference, and values."""
+    """Compute values and log-probs of the sampled tokens, also under the reference model."""
     config = setup.config
     with_values = isinstance(config, PPOConfig)
     several = config.epochs * config.mini_batches > 1
-    # One update and nothing to skip: the update's own pass gives the old log-probs too.
+    # A single update computes the old log-probs in its own forward pass.
     old_wanted = several or with_values or setup.on_error == "skip"
     for batch in batches:
         if not bool(batch.mask.any()):
@@ -56,7 +56,7 @@ def look_back(
 def drop_bad(rollouts: Rollouts, on_error: str, worker: int, step: int, metrics: Metrics) -> None:
     """Drop and count sequences that have log-probs or values with NaN or infinity.
 
-    Raise ``NonFiniteError`` with the first sequence unless ``on_error`` is ``"skip"``.
+    Raise ``NonFiniteError`` for the first such sequence unless ``on_error`` is ``"skip"``.
     """
     bad = torch.zeros(len(rollouts), dtype=torch.bool)
     for name in ("old_logp", "values", "ref_logp"):
@@ -65,8 +65,8 @@ def drop_bad(rollouts: Rollouts, on_error: str, worker: int, step: int, metrics:
     if bool(bad.any()) and on_error != "skip":
         at = int(torch.nonzero(bad)[0, 0])
         raise NonFiniteError(
-            f"worker {worker}, step {step}: log-probs or values are NaN or infinite for "
-            f"{int(bad.sum())} of {len(bad)} sequences\n"
+            f"Worker {worker}, step {step}: log-probs or values are NaN or infinite for "
+            f"{int(bad.sum())} of {len(bad)} sequences.\n"
             f"  first: sequence {int(rollouts.ids[at])}, row: {brief(rollouts.rows[at])}",
             (worker,),
             worker=worker,
@@ -84,7 +84,7 @@ def add_advantages(
     step: int,
     metrics: Metrics,
 ) -> None:
-    """What each token earned beyond what was expected; all workers must call it."""
+    """Add the advantage of each token to ``rollouts``. All workers must call it."""
     mask = rollouts.mask
     distance = None
     if "old_logp" in rollouts.tokens and "ref_logp" in rollouts.tokens:
@@ -114,16 +114,16 @@ def add_advantages(
 
 
 def _on_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
-    """The reward on the last token of the policy's own; nowhere where there is none."""
+    """Return rewards per token: the reward on the last sampled token, and 0 on all others."""
     numbered = mask.long().cumsum(-1)
     last = mask & (numbered == numbered[:, -1:]) if mask.shape[1] else mask
     return rewards[:, None] * last
 
 
 def _flat(rewards: Tensor, groups: Tensor) -> list[float]:
-    """For each prompt 1 if its rewards are all equal, so that there is nothing to learn from it.
+    """Return 1 for each prompt whose rewards are all equal, so that all advantages are 0; else 0.
 
-    Of a single response, whose reward is its advantage, there is.
+    Prompts with a single response have 0, because their reward is the advantage.
     """
     ids, index, counts = torch.unique(groups, return_inverse=True, return_counts=True)
     low, high = (

@@ -1,11 +1,11 @@
 """Batched sampling from a causal language model with Hugging Face's calling convention.
 
-Prompts are padded on the left, so that all rows' next tokens are in one column; position ids count
-from each row's own first token. Equal prompts are read once and their cache is shared out. Rows
-that have ended leave the batch as soon as that pays.
+Prompts are padded on the left, so that the next tokens of all rows are in one column. Position IDs
+start at the first token of each row. Equal prompts are processed once, and their cache is copied to
+all rows. Finished rows are removed from the batch when that is worth copying the cache.
 
-A row's random numbers come from its seed alone, one for each position. So what is sampled for it
-does not depend on which worker, batch or place in a batch it is in.
+The random numbers of a row depend only on its seed, with one number per position. The sampled
+tokens therefore don't depend on the worker, the batch or the position in the batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 from miniray.rl.batch import pad_left, positions
 from miniray.rl.config import Sampling
 
-#: Further arguments of the model for rows with these numbers.
+#: Returns additional arguments of the model for the rows with these indices.
 Extra = Callable[[Sequence[int]], Mapping[str, Any]]
 
-#: Rows are taken out of the cache, which copies it, when this share of them has ended.
+#: Share of finished rows at which they are removed from the cache, which copies it.
 _WORTH_COPYING = 0.25
 
 
@@ -39,16 +39,26 @@ def generate(
     extra: Extra | None = None,
     same: Sequence[Hashable] | None = None,
 ) -> list[Tensor]:
-    """A response for each prompt: its token ids, the end of sequence included if it came.
+    """Generate a response for each prompt, and return the token IDs of the responses.
 
-    ``prompts`` are token ids without padding, ``seeds`` one for each. ``extra(rows)`` gives further
-    arguments of the model for the pass over the prompts with these numbers: images, say. Prompts of
-    equal ids, and equal ``same`` if that is given, are read once. Raises ``ValueError`` naming
-    a prompt that is empty, or that leaves no room for ``max_new_tokens`` in the model's context,
-    and ``TypeError`` for a model that keeps no cache.
+    A response includes its end-of-sequence token, unless it reached ``max_new_tokens`` before.
+
+    Args:
+        model: Causal language model with Hugging Face's calling convention.
+        prompts: Token IDs without padding.
+        seeds: One seed per prompt.
+        sampling: Sampling options.
+        eos_ids: Token IDs that end a response.
+        extra: ``extra(indices)`` returns additional arguments, such as images, for the forward pass
+            over the prompts with these indices.
+        same: Key for each prompt. Prompts with equal token IDs and equal keys are processed once.
+
+    Raises:
+        ValueError: A prompt is empty, or the model's context has no room for ``max_new_tokens``.
+        TypeError: The model returns no cache.
     """
     if len(prompts) != len(seeds):
-        raise ValueError(f"there are {len(prompts)} prompts and {len(seeds)} seeds")
+        raise ValueError(f"seeds must have one value per prompt ({len(prompts)}), not {len(seeds)}")
     prompts = list(prompts)
     _check(model, prompts, sampling)
     stops = sorted({*eos_ids, *sampling.stop_ids})
@@ -67,8 +77,10 @@ def generate(
 
 
 def taken_by(model: Any) -> set[str]:
-    """The arguments of its ``forward``; of a wrapper that hands on (PEFT's, torch.compile's) also
-    those within.
+    """Return the names of the arguments that the model's ``forward`` accepts.
+
+    For wrappers that forward their arguments (PEFT, torch.compile), those of the wrapped model are
+    included.
     """
     parameters = inspect.signature(model.forward).parameters
     inner = getattr(model, "_orig_mod", None)
@@ -79,7 +91,7 @@ def taken_by(model: Any) -> set[str]:
 
 
 def _batches(lengths: Sequence[int], sampling: Sampling) -> list[slice]:
-    """Consecutive rows, as many as fit; at least one."""
+    """Split rows into slices that fit in ``batch_tokens``, with at least one row each."""
     batches, first, longest = [], 0, 0
     for i, length in enumerate(lengths):
         if i > first and max(longest, length) * (i - first + 1) > sampling.batch_tokens:
@@ -92,7 +104,10 @@ def _batches(lengths: Sequence[int], sampling: Sampling) -> list[slice]:
 
 
 def _numbers(prompts: Sequence[Tensor]) -> list[int]:
-    """A number for each prompt, the same for equal ones. Rollouts often share a prompt's tensor."""
+    """Return a number for each prompt, which is the same for equal prompts.
+
+    Rollouts often share the tensor of a prompt, so each tensor is read once.
+    """
     distinct = {id(prompt): prompt for prompt in prompts}
     seen: dict[tuple[int, ...], int] = {}
     found = {key: seen.setdefault(tuple(p.tolist()), len(seen)) for key, p in distinct.items()}
@@ -100,7 +115,7 @@ def _numbers(prompts: Sequence[Tensor]) -> list[int]:
 
 
 class _Reader:
-    """The model, with what each of its passes is given."""
+    """The model and the arguments of its forward passes."""
 
     def __init__(self, model: Any, further: Extra) -> None:
         self.device = next(model.parameters()).device
@@ -110,7 +125,7 @@ class _Reader:
         self._takes = taken_by(model)
 
     def prompts(self, prompts: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, Tensor, Any]:
-        """(logits of the last column, mask, cache) of some prompts, those of ``rows``."""
+        """Process the prompts of ``rows``; return (logits of the last column, mask, cache)."""
         ids, mask = pad_left([prompts[i] for i in rows], self.device)
         logits, cache = self.next(ids, mask, positions(mask), None, self._further(rows))
         return logits, mask, cache
@@ -123,7 +138,11 @@ class _Reader:
         cache: Any,
         further: Mapping[str, Any] | None = None,
     ) -> tuple[Tensor, Any]:
-        """(logits of the last column, cache). Optional arguments where the model takes them."""
+        """Run a forward pass with the arguments that the model accepts.
+
+        Returns:
+            (logits of the last column, cache).
+        """
         optional = {"position_ids": position, "logits_to_keep": 1}
         given = {key: value for key, value in optional.items() if key in self._takes}
         out = self._model(
@@ -160,10 +179,10 @@ def _generate(
         index = torch.tensor([place[first_of[key]] for key in keys], device=device)
         if _select(cache, index):
             logits, mask = logits[index], mask[index]
-        else:  # a cache that cannot be shared out: read every prompt
+        else:  # the cache doesn't support copying rows: process every prompt
             logits, mask, cache = reader.prompts(prompts, range(count))
 
-    rows = torch.arange(count, device=device)  # which of the responses the batch's rows are
+    rows = torch.arange(count, device=device)  # index of the response of each row of the batch
     ended = torch.zeros(count, dtype=torch.bool, device=device)
     position = mask.sum(-1, keepdim=True) - 1
     for t in range(limit):
@@ -182,18 +201,18 @@ def _generate(
                 ended = ended[keep]
         if cache is None:
             raise TypeError(
-                f"{reader.name} returned no past_key_values: one token after the other can only be "
-                "generated by a model that keeps the keys and values of those before"
+                f"{reader.name} returned no past_key_values. Generation requires a model with a "
+                "key-value cache."
             )
         mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)
         position = position + 1
         logits, cache = reader.next(token[:, None], mask, position, cache)
-    # One copy to the host: a GPU is waited for once, not twice a response.
+    # Copy all tokens at once, which synchronizes with the GPU once instead of twice per response.
     return [row[:length] for row, length in zip(tokens.cpu(), lengths.tolist(), strict=True)]
 
 
 def _select(cache: Any, index: Tensor) -> bool:
-    """Keep (or repeat) rows of the cache; False, and nothing done, where this kind cannot."""
+    """Keep or repeat rows of the cache. Return False if the cache doesn't support it."""
     method = "batch_select_indices"
     if not all(hasattr(part, method) for part in (cache, *getattr(cache, "layers", ()))):
         return False
@@ -205,12 +224,12 @@ def _check(model: Any, prompts: Sequence[Tensor], sampling: Sampling) -> None:
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
-            raise ValueError(f"prompt {i} is empty: a model needs at least one token to go on from")
+            raise ValueError(f"prompt {i} is empty. Prompts need at least one token.")
         if limit is not None and len(prompt) + sampling.max_new_tokens > limit:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens; with max_new_tokens="
-                f"{sampling.max_new_tokens} that is more than the model's context of {limit}: "
-                "set max_prompt_tokens, or lower max_new_tokens"
+                f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens="
+                f"{sampling.max_new_tokens} exceeds the model's context of {limit} tokens. "
+                "Set max_prompt_tokens, or lower max_new_tokens."
             )
 
 
@@ -218,19 +237,19 @@ def _check(model: Any, prompts: Sequence[Tensor], sampling: Sampling) -> None:
 
 
 def row_seed(*parts: int) -> int:
-    """A seed of 64 bits from what identifies a row: run, step, prompt, number of the rollout."""
+    """Return a 64-bit seed from the numbers that identify a row, such as seed, step and index."""
     text = ",".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def uniforms(seeds: Sequence[int], count: int) -> Tensor:
-    """``count`` numbers in [0, 1) for each seed, in double precision."""
+    """Return ``count`` random numbers in [0, 1) for each seed, in double precision."""
     rows = [np.random.Generator(np.random.Philox(key=seed)).random(count) for seed in seeds]
     return torch.from_numpy(np.stack(rows) if rows else np.zeros((0, count)))
 
 
 def pick(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
-    """A token for each row of ``logits`` (rows, vocabulary), by its number in ``uniform``."""
+    """Sample a token for each row of ``logits`` (rows, vocabulary), with its random number."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     logits = logits.float() / sampling.temperature
@@ -240,15 +259,16 @@ def pick(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     probabilities = torch.softmax(logits, dim=-1)
     if sampling.top_p < 1:
         probabilities = _nucleus(probabilities, sampling.top_p)
-    # Sums of 100,000 probabilities in single precision are off by more than small ones are large.
+    # In single precision, the rounding error of a sum over 100,000 tokens exceeds the probability
+    # of unlikely tokens.
     cumulative = probabilities.double().cumsum(-1)
     target = uniform[:, None] * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    return token.clamp(max=logits.shape[-1] - 1)  # beyond the end only where logits are NaN
+    return token.clamp(max=logits.shape[-1] - 1)  # out of range only if logits are NaN
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """The fewest of the most likely tokens that have ``top_p`` together; at least one."""
+    """Keep the fewest most likely tokens whose probabilities add up to ``top_p``, at least one."""
     ordered, order = probabilities.sort(dim=-1, descending=True)
     before = ordered.cumsum(-1) - ordered
     kept = torch.where(before < top_p, ordered, 0.0)

@@ -1,12 +1,12 @@
 """Workers that sum their gradients in every step (``sync="grad"``), so their weights are equal.
 
-No worker is replaced alone: the others are in a collective that can't complete. If a worker is
-lost, all workers restart within ``max_failures``, continue with the state after the last step, and
-repeat the call. A lost worker therefore costs the step that was running.
+A lost worker can't be replaced on its own, because the others wait in a collective that can't
+complete. Instead, all workers restart within ``max_failures``, restore the state after the last
+step, and repeat the call. Losing a worker therefore costs only the current step.
 
 The state is kept in the engine's object store, which outlives the workers. The weights and the
-optimizer, which all workers have, are kept once. The store of the process group is in the driver,
-so that the workers that are left can name the missing ones.
+optimizer, which are equal on all workers, are stored once. The driver hosts the store of the
+process group, so that the remaining workers can name the missing ones.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class _Snapshot:
 
     Attributes:
         step: Number of completed steps.
-        states: What ``get_snapshot`` of each worker returned. That of worker 0 includes the weights
-            and the optimizer.
+        states: Snapshots that ``get_snapshot`` returned for each worker. The snapshot of worker 0
+            includes the weights and the optimizer.
     """
 
     step: int
@@ -59,7 +59,7 @@ class GradientGroup:
     Args:
         backend: ``"gloo"`` or ``"nccl"``.
         timeout: Limit in seconds for a collective.
-        can_restart: Whether lost workers may be replaced, so the state is kept.
+        can_restart: Keep the state after each step, so that all workers can restart.
     """
 
     #: All workers have the same weights.
@@ -87,10 +87,10 @@ class GradientGroup:
             if not session.engine().capabilities.processes:
                 raise CapabilityError(
                     'sync="grad" with more than one worker needs workers that run at the same '
-                    'time: use backend="local" or "ray", or sync="weights", or one worker'
+                    'time. Use backend="local" or "ray", sync="weights", or one worker.'
                 )
             self._open_host(group)
-            # Workers that restart meanwhile get a new store.
+            # The specification changes if workers restart during the call.
             group.call("join_group", lambda _: (self._get_spec(),), {})
             self._has_joined = True
         while not self.keep(0):
@@ -115,7 +115,7 @@ class GradientGroup:
         return self._host.spec
 
     def restart(self, group: GradientWorkers) -> None:
-        """Prepare new workers in the place of all others: join, and restore the kept state."""
+        """Let the new workers join the process group, and restore the kept state."""
         if self._host is not None:
             self._host.close()
             self._open_host(group)
@@ -129,7 +129,7 @@ class GradientGroup:
 
     @property
     def kept_step(self) -> int | None:
-        """Number of completed steps in the kept state; None if nothing is kept."""
+        """Number of completed steps in the kept state, or None if no state is kept."""
         return None if self._snapshot is None else self._snapshot.step
 
     def keep(self, step: int, method: str = "get_snapshot", epoch: int | None = None) -> bool:
@@ -138,10 +138,10 @@ class GradientGroup:
         Args:
             step: Number of completed steps.
             method: The call that has changed the state, for errors.
-            epoch: Its epoch.
+            epoch: The epoch of the call.
 
         Returns:
-            False if a worker was lost meanwhile. All workers are back at the state before.
+            False if a worker was lost. All workers then have the previous state again.
         """
         group = self._group
         if group is None or not self._can_restart or not session.engine().capabilities.processes:
@@ -156,7 +156,7 @@ class GradientGroup:
         return True
 
     def get_weights(self) -> Any:
-        """Return the weights of worker 0, which all workers have."""
+        """Return the weights of worker 0, which are equal to those of all workers."""
         if self._group is None:
             raise RuntimeError(NO_WORKERS)
         return miniray.get(self._group.ref_of(0, "get_weights"))
@@ -182,7 +182,7 @@ class GradientWorkers(WorkerGroup):
     """The workers of a ``GradientGroup``, which restart together.
 
     Attributes:
-        gradients: Lets new workers join each other, and keeps the state.
+        gradients: The process group and the kept state of the workers.
     """
 
     gradients: GradientGroup = dataclasses.field(kw_only=True)
@@ -195,7 +195,7 @@ class GradientWorkers(WorkerGroup):
         method: str,
         epoch: int | None = None,
     ) -> dict[int, Any]:
-        """Call some workers. If one is lost, restart all and repeat the calls of all."""
+        """Call some workers. If one is lost, restart all workers and repeat the calls."""
         worker_ids = list(worker_ids)
         while True:
             results, failure = self._attempt(worker_ids, submit, self.outcome)
@@ -212,7 +212,7 @@ class GradientWorkers(WorkerGroup):
         epoch: int | None,
         step: int,
     ) -> list[Any]:
-        """Call all workers, and keep their state after ``step`` steps; return the results."""
+        """Call all workers, keep their state after ``step`` steps, and return the results."""
         while True:
             results = self.call(method, arguments, kwargs, epoch)
             if self.gradients.keep(step, method, epoch):
@@ -227,7 +227,7 @@ class GradientWorkers(WorkerGroup):
     ) -> list[Any] | None:
         """Call ``getter`` of all workers and return refs to the results.
 
-        If a worker is lost, restart all and return None. For errors, ``method`` was called.
+        If a worker is lost, restart all workers and return None. Errors refer to ``method``.
         """
 
         def get_ref(ref: Any) -> Any:
@@ -246,7 +246,7 @@ class GradientWorkers(WorkerGroup):
         """Call all new workers during a restart.
 
         Raises:
-            ReplacementLostError: A new worker is lost too.
+            ReplacementLostError: A new worker was also lost.
         """
         submit = self._create_submit(method, arguments)
         _, failure = self._attempt(range(len(self.handles)), submit, self.outcome)
@@ -265,7 +265,11 @@ class GradientWorkers(WorkerGroup):
     def _attempt(
         self, worker_ids: Sequence[int], submit: Callable[[int], Any], get: Callable[[Any], Any]
     ) -> tuple[dict[int, Any], tuple[int, Exception] | None]:
-        """Call workers once; return the results, or the worker that failed first and its error."""
+        """Call workers once.
+
+        Returns:
+            The results, and the worker that failed first with its error, or None.
+        """
         pending = {submit(worker_id): worker_id for worker_id in worker_ids}
         results: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
@@ -279,11 +283,11 @@ class GradientWorkers(WorkerGroup):
                 worker_id = pending.pop(ref)
                 try:
                     results[worker_id] = get(ref)
-                except Exception as error:  # user code raises anything; ``recover`` raises it again
+                except Exception as error:  # user code can raise anything; ``recover`` re-raises it
                     failures[worker_id] = error
             if find_root_cause(failures) is not None:
                 break
-            if failures:  # of workers that lost a different one, whose end may not be known yet
+            if failures:  # consequences of a lost worker whose exit may not be known yet
                 until = time.monotonic() + _CAUSE_TIMEOUT_S
                 limit = until if limit is None else min(limit, until)
         self._unanswered += pending
@@ -292,8 +296,8 @@ class GradientWorkers(WorkerGroup):
         cause = find_root_cause(failures)
         if cause is None and pending:
             late = sorted(pending.values())
-            text = f"{named(late)} did not answer"
-            text += ", and the others lost it" if failures else f" in {self.timeout:g} s"
+            text = f"{named(late)} didn't respond"
+            text += ", and the others lost it" if failures else f" within {self.timeout:g} s"
             cause = late[0], WorkerTimeoutError(text)
         return results, cause or next(iter(failures.items()))
 
@@ -312,7 +316,7 @@ class GradientWorkers(WorkerGroup):
     def report_replacement(
         self, worker_id: int, error: Exception, method: str, epoch: int | None, seconds: float
     ) -> None:
-        """Record what was lost, and for how long nothing was trained."""
+        """Record the loss: which worker, why, and how long training was interrupted."""
         if isinstance(error, MinirayError):
             error.add_fields(rank=worker_id)
         resumed_at = self.gradients.kept_step

@@ -1,8 +1,8 @@
-"""Log-probs of chosen tokens and entropies, with as few copies of the logits as there can be.
+"""Compute log-probs of tokens and entropies with few copies of the logits.
 
-A vocabulary has up to a hundred thousand tokens and more: the logits of a micro-batch weigh more
-than all the rest of it, and a loss written in plain operations keeps about eight copies of them.
-Here there are two, the model's own and their gradient; what is between is made a block at a time.
+Vocabularies can have more than 100,000 tokens, so the logits need more memory than the rest of a
+micro-batch, and a loss in plain torch operations keeps about eight copies of them. This module
+keeps two, the logits and their gradient, and computes intermediate results in blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Numbers of a block: on the CPU what stays in its cache, on a GPU what keeps it busy.
+#: Values per block: small enough for the cache of a CPU, large enough to keep a GPU busy.
 _BLOCK = {"cpu": 1 << 19}
 _LARGE_BLOCK = 1 << 26
 
@@ -22,11 +22,12 @@ _LARGE_BLOCK = 1 << 26
 def chosen_log_probs(
     logits: Tensor, tokens: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs of ``tokens``, entropies in nats), both (sequences, tokens) in single precision.
+    """Return (log-probs of ``tokens``, entropies in nats).
 
-    ``logits`` are (sequences, tokens or more, vocabulary) in any precision: those of the first
-    columns are about ``tokens``, the rest is not looked at. -inf excludes a token. Both results
-    have gradients.
+    Both have the shape of ``tokens``, (sequences, tokens), and single precision, and are
+    differentiable. ``logits`` has shape (sequences, columns, vocabulary) and any precision. If it
+    has more columns than ``tokens``, the remaining columns are ignored. A logit of -inf excludes a
+    token.
     """
     made: tuple[Tensor, Tensor] = _Chosen.apply(logits, tokens, temperature)
     return made
@@ -46,7 +47,7 @@ class _Chosen(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
             own = scaled.gather(-1, tokens[block][..., None])[..., 0]
             logp[block] = own - total[block]
             every = scaled - total[block][..., None]
-            # 0 * log 0 is 0; left alone it would be NaN.
+            # Clamp so that 0 * log(0) is 0 instead of NaN.
             spread[block] = -(every.exp() * every.clamp_(min=_LEAST)).sum(-1)
         ctx.save_for_backward(logits, tokens, total, spread)
         ctx.temperature = temperature
@@ -77,7 +78,7 @@ class _Chosen(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         return gradient, None, None
 
 
-#: Logarithm of the least probability that counts: times it, anything smaller is 0.
+#: Lower bound of log-probs: the logarithm of the smallest normal float32.
 _LEAST = math.log(torch.finfo(torch.float32).tiny)
 
 
@@ -87,7 +88,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Sequences and their tokens in blocks: some sequences, or a part of one that is large."""
+    """Yield blocks, which are several sequences or a part of a large one, as pairs of slices."""
     count, width = tokens.shape
     most = _BLOCK.get(logits.device.type, _LARGE_BLOCK)
     at_once = max(1, most // max(1, logits.shape[-1]))

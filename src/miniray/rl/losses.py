@@ -1,7 +1,7 @@
-"""What is minimised: the clipped policy loss, the clipped value loss, KL estimates, entropy.
+"""Losses: the clipped policy loss, the clipped value loss, KL estimates and entropy.
 
-Pure functions on tensors of shape (sequences, tokens) with a mask of the same shape. What is masked
-changes neither a result nor a gradient, whatever it holds.
+The functions are pure. They accept tensors of shape (sequences, tokens) and a mask of the same
+shape. Masked values, including NaN, affect neither results nor gradients.
 
 - clipping: Schulman et al., https://arxiv.org/abs/1707.06347
 - dual clipping: Ye et al., https://arxiv.org/abs/1912.09729
@@ -18,31 +18,34 @@ from torch import Tensor
 from miniray.checks import check_choice
 from miniray.rl.config import AGGREGATIONS, KL_KINDS, above, in_range
 
-#: exp(20) is 5e8: beyond it a ratio says no more, and exp(89) is no float32.
+#: Limit of exponents: larger ratios carry no information, and exp(89) overflows in float32.
 _LARGEST_EXPONENT = 20.0
 
 
 def same_shape(**tensors: Tensor) -> None:
-    """Refuse tensors that would broadcast: (B, T) with (B, 1) gives numbers, and wrong ones."""
+    """Raise ``ValueError`` for tensors of different shapes, which would broadcast silently."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) > 1 or len(next(iter(shapes.values()))) != 2:
-        raise ValueError(f"tensors must all be (sequences, tokens) of one shape, not {shapes}")
+        raise ValueError(f"tensors must have the same shape (sequences, tokens), not {shapes}")
 
 
 def selected(x: Tensor, chosen: Tensor) -> Tensor:
-    """``x`` where chosen, else 0. Unlike a product with the mask this keeps NaN of padding out."""
+    """Return ``x`` with 0 for values that aren't chosen, even if they are NaN."""
     return torch.where(chosen, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def aggregate(x: Tensor, mask: Tensor, mode: str, *, global_count: float | None = None) -> Tensor:
-    """``x`` as one number.
+    """Aggregate ``x`` into a scalar.
 
-    ``token-mean`` counts every token the same, ``seq-mean-token-mean`` every sequence,
-    ``seq-mean-token-sum`` is the mean over sequences of the sum over their tokens. Sequences
-    without tokens do not count. Nothing at all gives 0.
+    Sequences without tokens are ignored. If there are no tokens at all, the result is 0.
 
-    ``global_count`` is what to divide by (``count`` summed over all micro-batches and ranks), so
-    that the results of the parts add up to the result of the whole.
+    Args:
+        x: Values per token.
+        mask: Mask of the tokens to use.
+        mode: ``"token-mean"`` averages over all tokens, ``"seq-mean-token-mean"`` averages the
+            means of sequences, and ``"seq-mean-token-sum"`` averages the sums of sequences.
+        global_count: Divisor: ``count`` summed over all micro-batches and ranks. The results of the
+            micro-batches then add up to the result for all of them.
     """
     same_shape(x=x, mask=mask)
     check_choice("mode", mode, AGGREGATIONS)
@@ -55,7 +58,7 @@ def aggregate(x: Tensor, mask: Tensor, mode: str, *, global_count: float | None 
 
 
 def count(mask: Tensor, mode: str) -> float:
-    """What ``aggregate`` divides by: tokens, or sequences that have any."""
+    """Return the divisor of ``aggregate``: the number of tokens, or of sequences with tokens."""
     check_choice("mode", mode, AGGREGATIONS)
     chosen = mask.bool()
     return float(chosen.sum() if mode == "token-mean" else chosen.any(-1).sum())
@@ -73,11 +76,11 @@ def policy_loss(
     agg: str = "token-mean",
     global_count: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate: (loss, what is worth watching).
+    """Return the clipped surrogate loss and its metrics.
 
-    ``dual_clip`` (above 1) bounds the loss of a bad action that has become much more likely. The
-    metrics are means over the tokens given: ``clip_fraction``, ``dual_clip_fraction`` and
-    ``approx_kl`` (k1 between the old policy and this one).
+    ``dual_clip`` (above 1) bounds the loss of tokens with a negative advantage that have become
+    much more likely. The metrics are means over tokens: ``clip_fraction``, ``dual_clip_fraction``
+    and ``approx_kl`` (the k1 estimate between the old and the current policy).
     """
     same_shape(logp=logp, old_logp=old_logp, advantages=advantages, mask=mask)
     in_range("clip_low", clip_low, 0)
@@ -85,7 +88,7 @@ def policy_loss(
     if dual_clip is not None:
         above("dual_clip", dual_clip, 1)
     chosen = mask.bool()
-    # Masked before exp: the gradient of what is masked would be 0 * inf, which is NaN.
+    # Mask before exp: otherwise, the gradient of masked tokens could be 0 * inf, which is NaN.
     change = selected(logp, chosen) - selected(old_logp, chosen)
     change = change.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     advantages = selected(advantages, chosen)
@@ -118,9 +121,11 @@ def value_loss(
     agg: str = "token-mean",
     global_count: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error, at least that of values kept within ``clip`` of the old ones.
+    """Return the clipped value loss and its metrics.
 
-    Returns (loss, {"value_clip_fraction": share of the tokens where that made a difference}).
+    The loss of a token is half the squared error of the value, or of the value clipped to within
+    ``clip`` of the old one, whichever is larger. The metric ``value_clip_fraction`` is the share of
+    tokens for which the clipped error is larger.
     """
     same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     chosen = mask.bool()
@@ -139,15 +144,16 @@ def value_loss(
 
 
 def kl(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
-    """An estimate, token by token, of how far the policy is from its reference.
+    """Return an estimate per token of the KL divergence between the policy and its reference.
 
-    Of tokens the policy sampled: ``k1`` is unbiased and may be negative, ``k2`` is half the square
-    of k1, ``k3`` is unbiased and never negative.
+    The tokens must be sampled from the policy. ``k1`` is unbiased and can be negative, ``k2`` is
+    half the square of k1, and ``k3`` is unbiased and never negative.
     """
     check_choice("kind", kind, KL_KINDS)
     if logp.shape != ref_logp.shape:
         raise ValueError(
-            f"logp and ref_logp differ in shape: {tuple(logp.shape)}, {tuple(ref_logp.shape)}"
+            "logp and ref_logp must have the same shape, not "
+            f"{tuple(logp.shape)} and {tuple(ref_logp.shape)}"
         )
     difference = logp - ref_logp
     if kind == "k1":
@@ -158,7 +164,10 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: str = "k3") -> Tensor:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """The entropy in nats of the distribution over the last dimension, -inf logits included."""
+    """Return the entropy in nats of the distribution over the last dimension.
+
+    Logits may be -inf.
+    """
     logp = torch.log_softmax(logits.float(), dim=-1)
-    # 0 * log 0 is 0; left alone it would be NaN.
+    # Replace 0 * log(0), which is NaN, by 0.
     return -torch.where(logp == -math.inf, 0.0, logp.exp() * logp).sum(-1)

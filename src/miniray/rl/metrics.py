@@ -1,6 +1,6 @@
-"""Metrics that can be added up: (sum, count, min, max) from every worker, one number at the end.
+"""Metrics that can be combined over workers, as (sum, count, min, max).
 
-A mean of the workers' means would count a worker with one response as much as one with a hundred.
+A mean of the workers' means would be wrong, because workers have different numbers of responses.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Any
 
 Quad = tuple[float, float, float, float]
 
-#: Means over sequences, tokens or updates, in the order of a step's line.
+#: Means over sequences, tokens or updates, in the order in which they are recorded.
 _MEANS = (
     "loss", "policy_loss", "value_loss", "kl", "entropy", "clip_fraction", "dual_clip_fraction",
     "value_clip_fraction", "approx_kl", "grad_norm", "lr", "flat_groups", "response_tokens",
 )  # fmt: skip
 _RANGES = ("reward", "response_tokens")
 _COUNTS = ("prompts", "sequences", "tokens")
-#: Counts of what was left out: shown where there is something to tell.
+#: Counts of skipped items, which are recorded unless they are 0.
 _LEFT_OUT = (
     "filtered_prompts", "empty_responses", "skipped_rewards", "skipped_nonfinite",
 )  # fmt: skip
-#: Skipped by all workers or by none.
+#: Number of skipped updates, which is the same on all workers.
 _SKIPPED_UPDATES = "skipped_updates"
 _SECONDS = ("data", "rollout", "reward", "log_prob", "update")
 
-#: Names that a reward function cannot use for numbers of its own.
+#: Names that aren't available for the metrics of a reward function.
 RESERVED = frozenset(
     (
         *_MEANS, *_COUNTS, *_LEFT_OUT, _SKIPPED_UPDATES, *(f"{name}_seconds" for name in _SECONDS),
@@ -37,37 +37,37 @@ RESERVED = frozenset(
 
 
 class Metrics:
-    """Gathers numbers by name."""
+    """Collects metrics by name."""
 
     def __init__(self) -> None:
         self._quads: dict[str, Quad] = {}
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """One number, which counts ``weight`` times. A weight of 0 leaves it out."""
+        """Add a value with a weight. A weight of 0 skips it."""
         if weight:
             self.merge(name, (value * weight, weight, value, value))
 
     def extend(self, name: str, values: Sequence[float]) -> None:
-        """Many numbers that count the same."""
+        """Add several values with weight 1."""
         if values:
             quad = (math.fsum(values), float(len(values)), float(min(values)), float(max(values)))
             self.merge(name, quad)
 
     def total(self, name: str, amount: float) -> None:
-        """Something that is summed up over all workers, not averaged."""
+        """Add an amount that is summed over all workers, not averaged."""
         self.merge(name, (amount, 1.0, amount, amount))
 
     def merge(self, name: str, quad: Quad) -> None:
-        """Numbers that were added up elsewhere."""
+        """Add values that were already combined."""
         self._quads[name] = combine([self._quads[name], quad]) if name in self._quads else quad
 
     def export(self) -> dict[str, Quad]:
-        """What travels to the driver."""
+        """Return all metrics, to send them to the driver."""
         return dict(self._quads)
 
 
 def combine(quads: Sequence[Quad]) -> Quad:
-    """Several as one."""
+    """Combine several quads into one."""
     return (
         math.fsum(q[0] for q in quads),
         math.fsum(q[1] for q in quads),
@@ -77,16 +77,17 @@ def combine(quads: Sequence[Quad]) -> Quad:
 
 
 def pool(exports: Sequence[Mapping[str, Quad]]) -> dict[str, Quad]:
-    """The workers' metrics as one set."""
+    """Combine the metrics of all workers."""
     names = dict.fromkeys(name for export in exports for name in export)
     return {name: combine([e[name] for e in exports if name in e]) for name in names}
 
 
 def record(pooled: Mapping[str, Quad]) -> dict[str, Any]:
-    """A step's line in the history.
+    """Return the record of a step for the history.
 
-    First the reward and what else the reward function told, then the means of the step. ``counts``
-    are totals over all workers, ``range`` has [min, max], ``timing`` the slowest worker's seconds.
+    It starts with the reward and the metrics of the reward function, followed by the means of the
+    step. ``counts`` are totals over all workers, ``range`` contains [min, max], and ``timing``
+    contains the seconds of the slowest worker.
     """
     told = [name for name in pooled if name not in RESERVED and name != "reward"]
     line: dict[str, Any] = {}

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class RLKwargs(RunKwargs, total=False):
     """Keyword arguments of RL trainers, besides the parameters in their signature.
 
-    Those that aren't in ``RunKwargs`` need ``sync="weights"``. Options of a strategy that isn't
-    built in are passed with the strategy: ``sync_strategy=MyStrategy(option=...)``.
+    Options that aren't in ``RunKwargs`` need ``sync="weights"``. Pass the options of a custom
+    strategy to the strategy: ``sync_strategy=MyStrategy(option=...)``.
     """
 
     sync_interval: int
@@ -48,7 +48,7 @@ _SYNC_OPTIONS = frozenset(
 
 
 def get_hints(config: type[Algorithm]) -> Mapping[str, str]:
-    """Return what to do instead of passing an option to a trainer that uses this config."""
+    """Return hints by option name, for options that a trainer with this config doesn't have."""
     calls = {
         KLPenalty: f"{config.__name__}(kl=KLPenalty({{}}=...))",
         Sampling: "sampling=Sampling({}=...)",
@@ -75,7 +75,7 @@ def get_hints(config: type[Algorithm]) -> Mapping[str, str]:
 def check_trainer_kwargs(
     trainer: type, sync: str, kwargs: Mapping[str, Any], hints: Mapping[str, str]
 ) -> None:
-    """Raise ``TypeError`` for an option that the trainer doesn't have with this ``sync``."""
+    """Raise ``TypeError`` if the trainer doesn't have one of the options with this ``sync``."""
     if sync != "grad":
         strategy = kwargs.get("sync_strategy", "average")
         others = get_options(DataParallelTrainer) - get_options(trainer) - _SYNC_OPTIONS - {"mode"}

@@ -1,6 +1,6 @@
-"""Policies: what generates, and says how likely what it generated is.
+"""Policies, which generate responses and compute their log-probs.
 
-Any ``torch.nn.Module`` with the methods of ``Policy`` will do. ``CausalLM`` makes one of a language
+A policy is a ``torch.nn.Module`` with the methods of ``Policy``. ``CausalLM`` wraps a language
 model with Hugging Face's calling convention.
 """
 
@@ -21,21 +21,24 @@ from miniray.rl.sources import Row
 
 @runtime_checkable
 class Policy(Protocol):
-    """What the trainers ask of a user's class, which must be a ``torch.nn.Module`` too.
+    """The methods that a policy must implement. It must also be a ``torch.nn.Module``.
 
-    ``values`` is for PPO only. ``encode(row)`` (the prompt's token ids) is optional: with it,
-    prompts longer than ``max_prompt_tokens`` are left out before anything is generated. A policy
-    that gets log-probs and values out of one pass may have
-    ``log_probs_and_values(batch) -> (log_probs(batch), values(batch))``. ``critic_parameters()``
-    says which ones ``PPOConfig(critic_lr=...)`` is for.
+    Further methods:
+
+    * ``values(batch)`` is required for PPO.
+    * ``encode(row)`` (optional) returns the token IDs of the prompt. With it, prompts that are
+      longer than ``max_prompt_tokens`` are skipped before generation.
+    * ``log_probs_and_values(batch)`` (optional) returns the results of ``log_probs`` and ``values``
+      from a single forward pass.
+    * ``critic_parameters()`` returns the parameters that ``PPOConfig(critic_lr=...)`` applies to.
     """
 
     def generate(self, rows: Sequence[Row], seeds: Sequence[int], sampling: Sampling) -> Generated:
-        """Generate a response for each row. Take all random numbers from the row's seed."""
+        """Generate a response for each row. All random numbers must depend on the row's seed."""
         ...
 
     def log_probs(self, batch: MicroBatch) -> Tensor | tuple[Tensor, Tensor]:
-        """Log-probs of the response tokens, (sequences, width); also entropies, if wanted."""
+        """Return log-probs of the response tokens, (sequences, width), and optionally entropies."""
         ...
 
 
@@ -43,17 +46,18 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     """A policy from a causal language model and a tokenizer.
 
     Args:
-        model: called as ``model(input_ids=..., attention_mask=..., past_key_values=...,
-            use_cache=...)``, and with ``position_ids`` and ``logits_to_keep`` if it takes them;
-            returns an object with ``logits`` and ``past_key_values``.
-        tokenizer: ``encode(text)`` and ``decode(ids)``; for prompts that are chat messages,
-            ``apply_chat_template``. Without one, prompts must be token ids, and the reward function
-            gets token ids.
-        prompt: the row's field with the prompt, or a function of the row that gives it: a text, a
-            list of chat messages, or token ids. Rows without that field may be of ``RLHFDataset``.
-        eos_ids: tokens that end a response; the tokenizer's or the model's by default.
-        value_head: add a linear layer on the last hidden state, for PPO's ``values``.
-        critic: a model of its own for ``values``, instead of the policy's hidden states.
+        model: Called as ``model(input_ids=..., attention_mask=..., past_key_values=...,
+            use_cache=...)``, and with ``position_ids`` and ``logits_to_keep`` if it accepts them.
+            It returns an object with ``logits`` and ``past_key_values``.
+        tokenizer: Object with ``encode(text)`` and ``decode(ids)``, and ``apply_chat_template`` if
+            prompts are chat messages. Without a tokenizer, prompts must be token IDs, and the
+            reward function receives token IDs.
+        prompt: Name of the field that contains the prompt, or a function that returns the prompt of
+            a row. Prompts are strings, lists of chat messages or token IDs. Rows of ``RLHFDataset``
+            don't need this field.
+        eos_ids: Token IDs that end a response. Default: those of the tokenizer or the model.
+        value_head: Add a linear layer to the last hidden state, for the ``values`` of PPO.
+        critic: A separate model for ``values``, instead of the hidden states of the policy.
     """
 
     def __init__(
@@ -76,14 +80,14 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
         if value_head or critic is not None:
             trunk = model if critic is None else critic
             self.value_head = torch.nn.Linear(_hidden_size(trunk), 1)
-            # Values begin at 0: early advantages are then the rewards, and not noise.
+            # Initial values are 0, so that early advantages are the rewards instead of noise.
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
 
     # -- prompts and responses ---------------------------------------------------------------------
 
     def encode(self, row: Row) -> list[int]:
-        """The token ids of a row's prompt."""
+        """Return the token IDs of a row's prompt."""
         if callable(self._prompt):
             prompt = self._prompt(row)
         elif self._prompt in row:
@@ -94,8 +98,8 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
             prompt = row["raw_prompt"]
         else:
             raise KeyError(
-                f"the row has no field {self._prompt!r}; it has {', '.join(map(str, row))}. "
-                "CausalLM(..., prompt=...) says which one is the prompt"
+                f"the row has no field {self._prompt!r}, only {', '.join(map(str, row))}. "
+                "Set the name of the field with CausalLM(..., prompt=...)."
             )
         if isinstance(prompt, str):
             return list(self._need_tokenizer(prompt).encode(prompt))
@@ -107,17 +111,17 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
         return [int(i) for i in prompt]
 
     def decode(self, ids: Tensor) -> Any:
-        """What the reward function gets: the response's text without its end of sequence."""
+        """Return the text of a response without end-of-sequence tokens, for the reward function."""
         kept = [i for i in ids.tolist() if i not in self.eos_ids]
         return kept if self.tokenizer is None else self.tokenizer.decode(kept)
 
     def _need_tokenizer(self, prompt: Any) -> Any:
         if self.tokenizer is None:
-            raise TypeError(f"a prompt that is no list of token ids needs a tokenizer: {prompt!r}")
+            raise TypeError(f"without a tokenizer, prompts must be token IDs, not {prompt!r}")
         return self.tokenizer
 
     def generate(self, rows: Sequence[Row], seeds: Sequence[int], sampling: Sampling) -> Generated:
-        """A response for each row, in text; see ``miniray.rl.generate`` for what is refused."""
+        """Generate a response for each row; see ``miniray.rl.generate`` for the errors."""
         known: dict[int, Tensor] = {}  # rollouts of a prompt share its row
         for row in rows:
             if id(row) not in known:
@@ -135,11 +139,11 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
         return Generated(prompts, responses, [self.decode(r) for r in responses])
 
     def extra_inputs(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Further arguments of the model: what the processor of ``RLHFDataset`` made of images.
+        """Return additional arguments of the model: images as processed by ``RLHFDataset``.
 
         Override it for other rows: ``return {"pixel_values": torch.stack([decode(row["images"][0])
-        for row in rows])}``. It is called for the prompts of a batch and for each micro-batch, so
-        that no more is decoded than is used at a time.
+        for row in rows])}``. It is called for the prompts of each batch and for each micro-batch,
+        so that data is decoded only when it is needed.
         """
         made = [row.get("multi_modal_inputs") or {} for row in rows]
         device = next(self.model.parameters()).device
@@ -151,13 +155,17 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     # -- log-probs and values ----------------------------------------------------------------------
 
     def log_probs(self, batch: MicroBatch) -> Tensor | tuple[Tensor, Tensor]:
-        """Log-probs of the responses; with gradients enabled, their entropies too."""
+        """Return log-probs of the responses, and entropies if gradients are enabled."""
         return self._log_probs(self._run(self.model, batch).logits, batch)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """What was expected before each token of the responses. ``TypeError`` without a head."""
+        """Return the values before each token of the responses.
+
+        Raises:
+            TypeError: The policy has neither a value head nor a critic.
+        """
         if self.value_head is None:
-            raise TypeError("this CausalLM has no values: make it with value_head=True or critic=")
+            raise TypeError("values() needs CausalLM(..., value_head=True) or CausalLM(critic=...)")
         trunk = self.model if self.critic is None else self.critic
         out = self._run(trunk, batch, output_hidden_states=True)
         return self._values(out.hidden_states[-1], batch)
@@ -165,14 +173,14 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     def log_probs_and_values(
         self, batch: MicroBatch
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
-        """Both, by one pass where the value head is on the policy's own hidden states."""
+        """Return log-probs and values, from one forward pass unless there is a separate critic."""
         if self.critic is not None or self.value_head is None:
             return self.log_probs(batch), self.values(batch)
         out = self._run(self.model, batch, output_hidden_states=True)
         return self._log_probs(out.logits, batch), self._values(out.hidden_states[-1], batch)
 
     def critic_parameters(self) -> list[torch.nn.Parameter]:
-        """Those that only values need; what a critic shares with the model is the model's."""
+        """Return the parameters that only ``values`` needs, without those shared with the model."""
         shared = {id(p) for p in self.model.parameters()}
         return [p for p in self.parameters() if id(p) not in shared]
 
@@ -190,7 +198,7 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
         )
 
     def _log_probs(self, logits: Tensor, batch: MicroBatch) -> Tensor | tuple[Tensor, Tensor]:
-        # The logits of a column are about the next one.
+        # The logits of a column predict the token of the next one.
         kept = logits[:, logits.shape[1] - batch.width - 1 :]
         logp, entropies = chosen_log_probs(kept, batch.responses, batch.temperature)
         return (logp, entropies) if torch.is_grad_enabled() else logp
@@ -202,25 +210,25 @@ class CausalLM(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
 
 
 def as_policy(made: Any, tokenizer: Any, needs_values: bool) -> Any:
-    """The policy that a user's factory made: one already, a model, or (model, tokenizer)."""
+    """Return a policy from the result of ``policy()``: a policy, a model or (model, tokenizer)."""
     if isinstance(made, tuple) and len(made) == 2:
         made, tokenizer = made
     if not isinstance(made, torch.nn.Module):
         raise TypeError(
-            "policy() must return a torch.nn.Module: a policy with generate() and log_probs(), or "
-            f"a causal language model; it returned {made!r:.200}"
+            "policy() must return a torch.nn.Module (a policy with generate() and log_probs(), or "
+            f"a causal language model), not {made!r:.200}"
         )
     if not hasattr(made, "log_probs"):
         takes = taken_by(made)
         if "input_ids" not in takes:
             raise TypeError(
-                f"{type(made).__name__} is neither a policy, with generate() and log_probs(), "
-                "nor a causal language model that takes input_ids"
+                f"{type(made).__name__} is neither a policy with generate() and log_probs() "
+                "nor a causal language model that accepts input_ids"
             )
         if "decoder_input_ids" in takes:
             raise TypeError(
-                f"{type(made).__name__} has an encoder: only models that go on with their prompt "
-                "are taken as they are. Write a policy with generate() and log_probs() around it"
+                f"{type(made).__name__} has an encoder, and only decoder models can be used "
+                "directly. Wrap it in a policy with generate() and log_probs()."
             )
         made = CausalLM(made, tokenizer, value_head=needs_values)
     missing = [name for name in ("generate", "log_probs") if not hasattr(made, name)]
@@ -228,10 +236,10 @@ def as_policy(made: Any, tokenizer: Any, needs_values: bool) -> Any:
         missing.append("values")
     if missing:
         raise TypeError(
-            f"policy {type(made).__name__} lacks {', '.join(f'{m}()' for m in missing)}"
+            f"policy {type(made).__name__} must have {', '.join(f'{m}()' for m in missing)}"
         )
     if needs_values and isinstance(made, CausalLM) and made.value_head is None:
-        raise TypeError("PPO needs values: make the CausalLM with value_head=True or critic=")
+        raise TypeError("PPO needs CausalLM(..., value_head=True) or CausalLM(..., critic=...)")
     return made
 
 
@@ -242,8 +250,8 @@ def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
         if found is not None:
             return [found] if isinstance(found, int) else list(found)
     raise ValueError(
-        "neither tokenizer nor model knows its eos_token_id; CausalLM(..., eos_ids=[...]) sets it, "
-        "and eos_ids=[] means that every response has full length"
+        "neither the tokenizer nor the model has an eos_token_id. Set it with CausalLM(..., "
+        "eos_ids=[...]), or pass eos_ids=[] to generate responses of full length."
     )
 
 
@@ -252,7 +260,7 @@ def _hidden_size(model: Any) -> int:
     config = getattr(config, "text_config", config)
     if not hasattr(config, "hidden_size"):
         raise TypeError(
-            f"a value head needs to know the width of {type(model).__name__}'s hidden states: its "
-            "config.hidden_size. Or write a policy with generate(), log_probs() and values()"
+            f"a value head needs config.hidden_size, which {type(model).__name__} doesn't have. "
+            "Set it, or implement a policy with generate(), log_probs() and values()."
         )
     return int(config.hidden_size)

@@ -1,12 +1,11 @@
-"""The user's reward function, called in the worker; whatever it does is told with the row.
+"""Call the user's reward function in the worker.
 
 ``reward(row, response)`` returns a number, or a dict with ``"reward"`` and further numbers, which
-become metrics. What it raises, a result that is no finite number, and one that takes longer than
-its limit is an error naming row and worker; with ``on_error="skip"`` it is a None instead.
+become metrics. If it raises, exceeds its timeout or returns a value that isn't finite, the error
+names the worker and the row. With ``on_error="skip"``, the response is skipped instead.
 
-With a limit the function runs in a thread of its own, since nothing else can be waited for with a
-time limit. One that hangs in Python is ended by an exception; one that sleeps in C stays behind
-and is given no more rows.
+With a timeout, the function runs in a separate thread. If it hangs in Python code, an exception
+stops it. If it hangs in C code, the thread is abandoned and receives no more rows.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class Scorer:
     def score(
         self, rows: Sequence[Any], responses: Sequence[Any], names: Sequence[str]
     ) -> list[dict[str, float] | None]:
-        """One dict with ``"reward"`` for each response, None for those skipped.
+        """Return a dict with ``"reward"`` for each response, or None for skipped responses.
 
-        ``names`` say which row it is in an error.
+        ``names`` are the names of the rows in errors.
         """
         results: list[dict[str, float] | None] = []
         while len(results) < len(rows):
@@ -56,7 +55,7 @@ class Scorer:
         return results
 
     def _run(self, rows: Sequence[Any], responses: Sequence[Any]) -> list[Any]:
-        """Outcomes of some of them: results, and what was raised; at least one."""
+        """Return the outcomes of the first rows, at least one: results and exceptions."""
         outcomes: list[Any] = []
         clock = _Clock()
         calls = (self._function, rows, responses, outcomes, clock)
@@ -72,12 +71,12 @@ class Scorer:
             if time.monotonic() - clock.began >= self._timeout:
                 break
         done = clock.abandon(outcomes)
-        if thread.ident is not None:  # ends a loop in Python; a sleep in C does not hear it
+        if thread.ident is not None:  # stops Python code, but not code that blocks in C
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned)
             )
         stack = _stack(thread)
-        late = RewardTimeoutError(f"gave no result in {self._timeout:g} s{stack}")
+        late = RewardTimeoutError(f"didn't return within {self._timeout:g} s{stack}")
         return [*outcomes[:done], late]
 
     def _checked(self, outcome: Any, name: str, row: Any, response: Any) -> dict[str, float] | None:
@@ -89,18 +88,18 @@ class Scorer:
                 made = {str(key): float(value) for key, value in numbers.items()}
                 taken = RESERVED.intersection(made)
                 if taken:
-                    problem = f"returned {', '.join(sorted(taken))}, which miniray uses itself"
+                    problem = f"returned the reserved names {', '.join(sorted(taken))}"
                 elif math.isfinite(made["reward"]):
                     return made
                 else:
-                    problem = f"returned {outcome!r:.100}, which is not finite"
+                    problem = f"returned {outcome!r:.100}, which isn't finite"
             except (TypeError, ValueError):
-                what = "which is no number"
+                what = "which isn't a number"
                 if numbers is outcome:
-                    what = "in which not all are numbers"
+                    what = "which has values that aren't numbers"
                 problem = f"returned {outcome!r:.100}, {what}"
             except KeyError:
-                problem = f'returned {outcome!r:.100}, which has no "reward"'
+                problem = f'returned {outcome!r:.100}, which has no key "reward"'
         if self._skip:
             return None
         kind = RewardTimeoutError if isinstance(outcome, RewardTimeoutError) else RewardError
@@ -112,11 +111,11 @@ class Scorer:
 
 
 class _Abandoned(BaseException):
-    """Raised in a thread that nobody waits for any more."""
+    """Raised in a thread whose results are no longer needed."""
 
 
 class _Clock:
-    """When the call under way began, and whether anybody still wants the results."""
+    """The start time of the current call, and whether its results are still needed."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -124,7 +123,7 @@ class _Clock:
         self._wanted = True
 
     def next(self, outcomes: list[Any], outcome: Any) -> bool:
-        """Keep an outcome and start timing the next; False where it came too late."""
+        """Store an outcome and start the clock of the next call. Return False if it is too late."""
         with self._lock:
             if self._wanted:
                 outcomes.append(outcome)
@@ -145,13 +144,13 @@ def _call_all(
     clock: _Clock,
 ) -> None:
     try:
-        with torch.no_grad():  # a setting of each thread: a reward model needs no gradients
+        with torch.no_grad():  # applies to the current thread only
             for row, response in zip(rows, responses, strict=True):
                 try:
                     outcome = function(row, response)
                 except (KeyboardInterrupt, _Abandoned):
                     raise
-                except BaseException as error:  # sys.exit() too: it would end the thread unseen
+                except BaseException as error:  # also SystemExit, which would stop the thread
                     outcome = error
                 if not clock.next(outcomes, outcome):
                     return
@@ -168,13 +167,13 @@ def _describe(error: BaseException) -> str:
 
 
 def _stack(thread: threading.Thread) -> str:
-    """Where the function is, as ``; it is at file:line``."""
+    """Return the position of the function as ``; it is at file:line``."""
     frame = sys._current_frames().get(thread.ident or -1)
     return "" if frame is None else f"; it is at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def brief(row: Any) -> str:
-    """A row in a line; bytes and long values cut short."""
+    """Format a row on one line, with bytes and long values shortened."""
     if not isinstance(row, Mapping):
         return f"{row!r:.200}"
     shown = {

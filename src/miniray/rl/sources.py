@@ -21,7 +21,7 @@ from miniray.train.workers.torch_utils import is_shardable
 
 Row = Mapping[str, Any]
 
-#: Returns the sum of a number over the workers that finish an epoch of the data together.
+#: Returns the sum of a number over the workers that finish each epoch of the data together.
 Total = Callable[[int], int]
 
 
@@ -34,7 +34,7 @@ class ListSource:
 
     def __init__(self, rows: Sequence[Row], per_step: int, rank: int, world_size: int) -> None:
         if not rows:
-            raise ValueError("data is an empty list: there is no prompt to learn from")
+            raise ValueError("data must contain at least one prompt, but it is an empty list")
         self._rows = rows
         self._per_step = min(per_step, len(rows))
         self._rank, self._world = rank, world_size
@@ -59,35 +59,36 @@ class LoaderSource:
     """A shard of ``miniray.data``, or a loader that ``make_loader(rank, world_size)`` returned.
 
     The loader yields the prompts of this worker for one step: a list of rows, or, if it has a
-    ``batch_size``, a dict of columns. Or it yields rows, of which each step takes ``per_step``. If
-    ``all_per_step`` is set, the batches of all workers must have that many rows together.
+    ``batch_size``, a dict of columns. Alternatively, it yields single rows, and each step uses
+    ``per_step`` of them. If ``all_per_step`` is set, the batches of all workers must add up to that
+    number of rows.
 
-    At its end, the loader returns no rows until the loaders of all workers are at their end, so
-    that each row comes once per epoch. Then it is iterated again, after ``set_epoch(epoch)`` if it
-    has this method. Without ``state_dict`` and ``load_state_dict``, or in the place of a lost
-    worker, it returns to its position by dropping the earlier steps, which is exact if the loader
-    is deterministic.
+    When the loader is exhausted, this source returns no rows until the loaders of all workers are
+    exhausted, so that each row is used once per epoch. Then it iterates over the loader again, and
+    calls ``set_epoch(epoch)`` before if the loader has this method. If the loader has no
+    ``state_dict`` and ``load_state_dict``, or if this worker replaces a lost one, the position is
+    restored by skipping the earlier steps. This is exact if the loader is deterministic.
     """
 
     def __init__(
         self, loader: Any, per_step: int, rank: int, all_per_step: int | None = None
     ) -> None:
         if not hasattr(loader, "__iter__"):
-            raise TypeError(f"make_loader() must return something to iterate over, not {loader!r}")
+            raise TypeError(f"make_loader() must return an iterable, not {loader!r}")
         self._loader = loader
         self._per_step = per_step
         self._all_per_step = all_per_step
         self._name = f"the loader of worker {rank}"
         self._epoch = 0
-        self._used = 0  # items taken in this epoch
-        self._ended = False  # no more of them
-        self._step = 0  # the step that comes next
+        self._used = 0  # items used in this epoch
+        self._ended = False  # whether the loader is exhausted in this epoch
+        self._step = 0  # the next step
         self._yields_rows = False
         self._iterator: Iterator[Any] | None = None
 
     def rows(self, step: int, seed: int, total: Total = int) -> list[Row]:
         for _ in range(step - self._step):
-            self._take(int)  # drop earlier steps, while the others wait
+            self._take(int)  # skip earlier steps, while other workers wait
         self._step = step + 1
         rows = self._take(total)
         if self._all_per_step is not None:
@@ -96,14 +97,14 @@ class LoaderSource:
         return rows
 
     def _check_step_size(self, wanted: int, first_batch: int, total: Total) -> None:
-        """Raise ``ValueError`` if the batches of a step don't have ``wanted`` rows altogether.
+        """Raise ``ValueError`` if the batches of a step don't add up to ``wanted`` rows.
 
-        All workers make the same calls of ``total``, whatever their loaders are.
+        ``total`` is a collective, so all workers call it equally often.
         """
         declared = getattr(self._loader, "batch_size", None)
         size = declared if isinstance(declared, int) else first_batch
         size = self._per_step if self._yields_rows else size
-        is_sum = total(1) > 1  # else the worker learns on its own, or alone
+        is_sum = total(1) > 1  # False if the worker trains independently, or is the only one
         expected, found = (wanted if is_sum else self._per_step), total(size)
         # The size is unknown if the run is resumed, perhaps at the shorter last batch of an epoch.
         is_unknown = total(int(size == 0)) > 0
@@ -111,7 +112,7 @@ class LoaderSource:
             raise ValueError(
                 f"prompts_per_step={wanted}, but the batches of {'all' if is_sum else 'one'} "
                 f"worker{'s' * is_sum} add up to {found} prompts per step, not {expected}. Change "
-                "the batch_size of the loaders, or leave out prompts_per_step"
+                "the batch_size of the loaders, or don't set prompts_per_step."
             )
 
     def _take(self, total: Total) -> list[Row]:
@@ -123,7 +124,7 @@ class LoaderSource:
         return rows
 
     def _rows_left(self) -> list[Row]:
-        """Return the next rows of this epoch, or none at its end."""
+        """Return the next rows of this epoch, or an empty list at its end."""
         rows: list[Row] = []
         for item in self._items():
             if not _is_row(item, self._loader):
@@ -143,7 +144,7 @@ class LoaderSource:
             self._used += 1
             yield item
         if not self._used:
-            raise ValueError(f"{self._name} is empty: it returned no prompts")
+            raise ValueError(f"{self._name} is empty: it yielded no prompts")
         self._iterator, self._ended = None, True
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,10 +177,10 @@ def _is_of_one(loader: Mapping[str, Any]) -> bool:
 
 
 def place_of_all(places: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one position in the data for any number of workers, from those of all workers.
+    """Merge the positions of all workers into one, which any number of workers can restore.
 
-    Loaders of other libraries get the state of the first worker. ``apart`` is the reason if workers
-    that never wait for each other have no common position.
+    Loaders of other libraries get the state of the first worker. If the positions can't be merged,
+    because the workers never wait for each other, ``apart`` is the reason.
     """
     place = dict(places[0])
     loaders: list[Any] = [place.get("loader") for place in places]
@@ -195,7 +196,7 @@ def place_of_all(places: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def make_source(data: Any, per_step: int | None, rank: int, world_size: int) -> Source:
-    """Create this worker's source of ``data``; see ``RLTrainer``.
+    """Create the source of this worker from ``data``; see ``RLTrainer``.
 
     ``per_step`` is the number of prompts per step of all workers, or None for the default.
     """
@@ -212,7 +213,7 @@ def make_source(data: Any, per_step: int | None, rank: int, world_size: int) -> 
 
 
 def has_batches(data: Any) -> bool:
-    """Return whether the number of prompts per step is that of the workers' loaders."""
+    """Return whether the loaders of the workers determine the number of prompts per step."""
     return callable(data) or (is_shardable(data) and hasattr(data, "batch_size"))
 
 
@@ -222,9 +223,9 @@ def steps_per_pass(data: Sequence[Any], per_step: int | None) -> int:
 
 
 def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]:
-    """Yield this worker's rows to evaluate on, with their numbers. Every row is on one worker.
+    """Yield the numbered evaluation rows of this worker. Each row belongs to one worker.
 
-    The numbers of rows of a list or dataset don't depend on the number of workers.
+    For lists and datasets, the numbers don't depend on the number of workers.
     """
     if is_shardable(data) and not has_batches(data):
         shard = data.shard(rank, world_size)
@@ -232,7 +233,8 @@ def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]
         return zip(numbers, shard, strict=True)
     if not callable(data) and not is_shardable(data):
         low, high = split_evenly(len(data), rank, world_size)
-        # One by one: a slice of a Hugging Face dataset is a dict of columns, of torch's an error.
+        # Slicing a Hugging Face dataset returns a dict of columns, and torch datasets don't
+        # support slices.
         return ((i, data[i]) for i in range(low, high))
     loader = data(rank, world_size) if callable(data) else data.shard(rank, world_size)
     rows = (row for item in loader for row in ([item] if _is_row(item, loader) else rows_of(item)))
@@ -240,7 +242,7 @@ def held_out(data: Any, rank: int, world_size: int) -> Iterator[tuple[int, Row]]
 
 
 def _is_row(item: Any, loader: Any) -> bool:
-    """Return whether a loader yields rows. Then torch's loader has a ``batch_size`` of None."""
+    """Return whether a loader yields rows, not batches. ``batch_size`` is then None in torch."""
     return isinstance(item, Mapping) and getattr(loader, "batch_size", None) is None
 
 
@@ -253,8 +255,8 @@ def rows_of(batch: Any) -> list[Any]:
     if nested or len(set(lengths.values())) > 1:
         why = f"{nested[0]!r} is a dict" if nested else f"they differ in length: {lengths}"
         raise ValueError(
-            f"the columns of a batch do not make rows, {why}; collate_fn=list leaves rows as they "
-            "are"
+            f"can't split the columns of a batch into rows, because {why}. To keep rows unchanged, "
+            "set collate_fn=list."
         )
     count = next(iter(lengths.values()), 0)
     return [{name: column[i] for name, column in batch.items()} for i in range(count)]
@@ -264,7 +266,7 @@ def _checked(rows: list[Any], name: str) -> list[Row]:
     for row in rows:
         if not isinstance(row, Mapping):
             raise TypeError(
-                f"{name} must give rows (dicts) or lists of rows, not {type(row).__name__}: "
+                f"{name} must yield rows (dicts) or lists of rows, not {type(row).__name__}: "
                 f"{row!r:.100}"
             )
     return rows
@@ -275,8 +277,8 @@ def check_data(name: str, data: Any) -> None:
     if is_shardable(data):
         if data.is_sharded:
             raise ValueError(
-                f"{name} is already sharded. Leave out rank= and world_size= of the dataset: each "
-                "worker takes its own shard."
+                f"{name} is already sharded. Don't pass rank= and world_size= to the dataset, "
+                "because each worker selects its own shard."
             )
     elif callable(data):
         called_with(name, data, "rank", "world_size")
@@ -301,12 +303,12 @@ def called_with(name: str, function: Callable[..., Any], *arguments: str) -> Non
     """Raise ``TypeError`` if a function can't be called with these arguments."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C: the signature isn't known
+    except (TypeError, ValueError):  # functions written in C may have no signature
         return
     try:
         signature.bind(*arguments)
     except TypeError as error:
         raise TypeError(
-            f"{name} is called as {name}({', '.join(arguments)}), which "
-            f"{getattr(function, '__name__', function)}{signature} cannot be: {error}"
+            f"{name} must be callable as {name}({', '.join(arguments)}), but "
+            f"{getattr(function, '__name__', function)}{signature} isn't: {error}"
         ) from None

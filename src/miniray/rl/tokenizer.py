@@ -1,4 +1,4 @@
-"""A tokenizer for small models: a token for every character."""
+"""A character tokenizer for small models."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 
 class CharTokenizer:
-    """Token 0 is padding, 1 begins a text, 2 ends it, the others are the characters in order.
+    """A tokenizer with one token per character.
 
-    ``encode`` raises ``ValueError`` for a character that is not in the alphabet.
+    Token 0 is padding, 1 is the beginning of a text and 2 its end. The other tokens are the
+    characters of the alphabet in order. ``encode`` raises ``ValueError`` for other characters.
     """
 
     pad_token_id = 0
@@ -23,12 +24,12 @@ class CharTokenizer:
         return len(self.alphabet) + 3
 
     def encode(self, text: str) -> list[int]:
-        """Its token ids, after that which begins a text."""
+        """Return the token IDs of the text, starting with ``bos_token_id``."""
         unknown = sorted(set(text) - self._ids.keys())
         if unknown:
-            raise ValueError(f"{text!r:.80} has characters that are not in the alphabet: {unknown}")
+            raise ValueError(f"{text!r:.80} has characters that aren't in the alphabet: {unknown}")
         return [self.bos_token_id, *(self._ids[character] for character in text)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; special tokens are left out."""
+        """Return the text without special tokens."""
         return "".join(self.alphabet[i - 3] for i in ids if 3 <= i < len(self))

@@ -1,7 +1,8 @@
-"""``PPOTrainer`` and ``GRPOTrainer``: the driver sees numbers, and weights only to save them.
+"""``PPOTrainer`` and ``GRPOTrainer``.
 
-A step (an epoch, in the words of ``BaseTrainer``) is one call to every worker. The driver combines
-their numbers, adapts the KL coefficient, and keeps the run's directory.
+A step, which is an epoch of ``BaseTrainer``, is one call to every worker. The driver combines their
+metrics, adapts the KL coefficient and writes the run directory. It receives weights only to save
+them.
 """
 
 from __future__ import annotations
@@ -49,48 +50,50 @@ class RLTrainer(BaseTrainer):
     """The base class of ``PPOTrainer`` and ``GRPOTrainer``.
 
     Args:
-        policy: called in every worker; returns a policy (``miniray.rl.Policy``), a causal language
-            model with Hugging Face's calling convention, or (model, tokenizer).
-        reward: ``reward(row, response)`` → a number, or a dict with ``"reward"`` and numbers to
-            watch. Called in the workers.
-        data: rows (dicts) as a list; a dataset or loader of ``miniray.data``, of which each worker
-            reads its own shard; or ``make_loader(rank, world_size)``, called in every worker, which
-            returns that worker's own loader.
-        config: the algorithm's settings, a ``PPOConfig`` or ``GRPOConfig``.
-        sampling: how responses are generated; ``eval_sampling`` how in evaluations (by default the
-            same, but always the most likely token).
-        tokenizer: goes with a model as ``policy``; an object, or a function that makes it.
-        eval_data: held-out rows for ``evaluate`` and ``eval_every_steps``, as for ``data``.
-        sync: ``"grad"``: workers sum up gradients and are always equal. ``"weights"``: each learns
-            on its own, and a parameter server combines their weights every ``sync_interval`` steps.
-        optimizer: called with the parameters, in groups where ``critic_lr`` is set; AdamW with
-            ``config.lr`` by default.
-        on_error: what to do with a response whose reward function fails or hangs, or whose
-            log-probs are NaN, and with a step that has nothing to learn from: ``"raise"``, or
-            ``"skip"`` it and count it.
-        reward_timeout: seconds the reward function may take for one response. With None it is not
-            limited, and runs in the worker's main thread.
+        policy: Function that is called in every worker. It returns a policy
+            (``miniray.rl.Policy``), a causal language model with Hugging Face's calling convention,
+            or (model, tokenizer).
+        reward: Function ``reward(row, response)`` that is called in the workers. It returns a
+            number, or a dict with ``"reward"`` and further metrics.
+        data: A list of rows (dicts); a dataset or loader of ``miniray.data``, of which each worker
+            reads its shard; or a function ``make_loader(rank, world_size)`` that is called in every
+            worker and returns the loader of that worker.
+        config: Options of the algorithm: a ``PPOConfig`` or ``GRPOConfig``.
+        sampling: Options for generating responses.
+        eval_sampling: Sampling options for evaluation. Default: ``sampling`` with temperature 0.
+        tokenizer: Tokenizer for a model that ``policy`` returns: an object, or a function that
+            creates it.
+        eval_data: Held-out rows for ``evaluate`` and ``eval_every_steps``, in any form of ``data``.
+        sync: ``"grad"`` sums gradients, so all workers have the same weights. With ``"weights"``,
+            workers train independently, and a parameter server combines their weights every
+            ``sync_interval`` steps.
+        optimizer: Function that is called with the parameters, or with parameter groups if
+            ``critic_lr`` is set, and returns the optimizer. Default: AdamW with ``config.lr``.
+        on_error: ``"raise"`` or ``"skip"``, for responses whose reward function fails or hangs or
+            whose log-probs are NaN, and for steps without tokens. Skipped items are counted.
+        reward_timeout: Limit in seconds for one call of the reward function. ``None`` disables the
+            limit and runs the function in the main thread of the worker.
         device, precision: ``"auto"``, ``"cpu"``, ``"cuda"``; ``"fp32"``, or ``"bf16"`` autocast.
-        group_backend: ``"gloo"``, or ``"nccl"`` where every worker has a GPU of its own.
-        group_timeout: seconds workers wait for each other with ``sync="grad"``.
-        eval_every_steps: Evaluate on ``eval_data`` after every N steps. ``eval_interval`` is the
-            same, because the epochs of other trainers are steps here.
+        group_backend: ``"gloo"``, or ``"nccl"`` if every worker has its own GPU.
+        group_timeout: Limit in seconds for a collective with ``sync="grad"``.
+        eval_every_steps: Evaluate on ``eval_data`` every N steps. ``eval_interval`` is equivalent,
+            because the epochs of other trainers are steps here.
         **options: The options of ``RunOptions``. With ``sync="weights"``, also ``sync_interval``,
             ``sync_strategy``, ``initial_sync`` and the options of the strategy; see
             ``DataParallelTrainer``.
 
-    An exception on one worker ends the run with an error that names the worker. A worker that
-    crashes or hangs is replaced within ``max_failures``. With ``sync="grad"``, all workers restart
-    then and repeat the step, and the result is the same as without the loss.
+    If a worker raises, the run stops with an error that names the worker. A worker that crashes or
+    hangs is replaced within ``max_failures``. With ``sync="grad"``, all workers restart and repeat
+    the step, so the result is the same as without the failure.
     """
 
     config_class: type[Algorithm]
-    #: What runs in the workers; a subclass of ``RLWorker`` may change any part of a step.
+    #: Class of the workers. A subclass of ``RLWorker`` can override any part of a step.
     worker_class: type[Any] = Worker
     _unit = "step"
     _kind = "rl"
     _option_hints = _train_hints = get_hints(Algorithm)
-    _kwargs_methods = ()  # workers get none of train()'s keyword arguments
+    _kwargs_methods = ()  # the keyword arguments of train() aren't passed to workers
 
     def __init__(
         self,
@@ -151,13 +154,14 @@ class RLTrainer(BaseTrainer):
             prompts = PROMPTS_PER_STEP
         if prompts is not None and prompts < num_workers:
             raise ValueError(
-                f"prompts_per_step={prompts} is less than the {num_workers} workers: some would "
-                "have nothing to do in any step"
+                f"prompts_per_step={prompts} must be at least num_workers={num_workers}, so that "
+                "every worker has a prompt in each step"
             )
         if sync_options.pop("mode", "sync") != "sync":
             raise ValueError(
-                'mode="async" is not for reinforcement learning: workers share the KL coefficient '
-                'of each step. sync="weights" with a longer sync_interval waits less'
+                'mode="async" isn\'t supported for reinforcement learning, because workers share '
+                'the KL coefficient of each step. To wait less, use sync="weights" with a longer '
+                "sync_interval."
             )
         self._factory.uses_torch = device != "cpu"
         self._factory.preloaded = ("torch._dynamo", "miniray.rl.worker")
@@ -167,8 +171,8 @@ class RLTrainer(BaseTrainer):
         self.sampling = setup.sampling
         self._has_eval_data = eval_data is not None
         if self.options.eval_interval and not self._has_eval_data:
-            raise ValueError("eval_interval needs eval_data to evaluate on")
-        # One seed for all: workers must agree on what is random in a step.
+            raise ValueError("eval_interval requires eval_data")
+        # All workers use the same seed, because they must draw the same mini-batches.
         seed = self.options.seed
         self._run_seed = secrets.randbits(62) if seed is None else seed
         self._setup = setup
@@ -186,7 +190,7 @@ class RLTrainer(BaseTrainer):
                 "sync", averaging, in_workers=True, on_missing=averaging.load_missing_state
             )
             self.sync = averaging
-        # Only workers that can be replaced need the reference model again.
+        # Only replacements need the reference model again.
         can_replace = self.options.max_failures > 0 and config.kl.coef > 0
         self._reference = ReferencePart(self._get_group, keep=can_replace)
         self._setups += [self.sync, self._reference]
@@ -210,12 +214,12 @@ class RLTrainer(BaseTrainer):
         """Train for ``steps`` and return the result of the run.
 
         Args:
-            epochs: Not supported: the length of a run is its number of steps, each of which samples
-                new responses. The error says how many steps make one pass over the prompts.
-            steps: Number of steps: in addition to those already trained, or with ``resume`` the
-                total of the run.
+            epochs: Not supported, because the length of a run is its number of steps. The error
+                reports the number of steps of one pass over the prompts.
+            steps: Number of steps to train. Without ``resume``, in addition to those already
+                trained; with ``resume``, the total of the run.
             resume: See ``BaseTrainer.train``.
-            **kwargs: Passed to the hooks, and to ``create_worker`` of a subclass, that accept them.
+            **kwargs: Passed to hooks, and to ``create_worker`` of a subclass, if they accept them.
 
         Raises:
             TypeError: ``steps`` is missing, ``epochs`` is set, or nothing accepts a name in
@@ -237,12 +241,12 @@ class RLTrainer(BaseTrainer):
 
     def create_worker(self, worker_id: int, **kwargs: Any) -> Any:
         """Create an actor of ``worker_class`` with the arguments of the trainer."""
-        if self._setup_ref is None:  # rows of a list are in shared memory once
+        if self._setup_ref is None:  # store the rows of a list once in shared memory
             self._setup_ref = miniray.put(self._setup)
         return self._factory.get_class().remote(worker_id, self._setup_ref)
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:
-        """Train a step on all workers, and return their combined metrics."""
+        """Train one step on all workers, and return their combined metrics."""
         began = time.perf_counter()
         kl_coef = self.config.kl.coef if self._adaptive is None else self._adaptive.coefficient
         budget = self._get_group().budget
@@ -254,9 +258,9 @@ class RLTrainer(BaseTrainer):
         line: dict[str, Any] = {"step": epoch + 1, **record(pooled)}
         if line["counts"]["tokens"] == 0 and self._setup.on_error != "skip":
             raise NoTokensError(
-                f"step {epoch} has no token to learn from on any worker: all prompts were left out "
+                f"Step {epoch} has no tokens to train on: all prompts were skipped "
                 f"(max_prompt_tokens={self.sampling.max_prompt_tokens}), or all responses are "
-                'empty; on_error="skip" goes on to the next step',
+                'empty. Set on_error="skip" to continue with the next step.',
                 step=epoch,
             )
         line["step_seconds"] = time.perf_counter() - began
@@ -292,25 +296,27 @@ class RLTrainer(BaseTrainer):
         return group.call_and_keep(method, lambda _: args, kwargs, epoch, step)
 
     def get_sync_stats(self) -> dict[str, Any]:
-        """Return the statistics of the parameter server. {} with ``sync="grad"``."""
+        """Return the statistics of the parameter server, or {} with ``sync="grad"``."""
         return self.sync.get_stats()
 
     def model_weights(self) -> Any:
-        """Return the trained weights: those of worker 0."""
+        """Return the trained weights, which are those of worker 0."""
         return self.sync.get_weights()
 
     @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """Mean reward (and what else the reward function tells) on held-out prompts, each once.
+        """Evaluate each held-out prompt once, and return the mean reward and other metrics.
 
-        ``data``: rows to use instead of the trainer's ``eval_data``; these go through the driver.
+        Args:
+            data: Rows to use instead of ``eval_data``. The driver sends them to the workers.
+            **kwargs: Ignored.
         """
         if self._group is None:
             raise RuntimeError(NO_WORKERS)
         if data is not None:
             check_rows("data", data)
         elif not self._has_eval_data:
-            raise ValueError("there is no eval_data: give it to the trainer, or data= here")
+            raise ValueError("evaluate() needs data: pass data=, or eval_data= to the trainer")
         count = self.num_workers
 
         def arguments(i: int) -> tuple[Any, ...]:
@@ -319,7 +325,7 @@ class RLTrainer(BaseTrainer):
             low, high = split_evenly(len(data), i, count)
             return (i, count, [data[k] for k in range(low, high)], low)
 
-        if isinstance(self._group, GradientWorkers):  # a policy may draw random numbers
+        if isinstance(self._group, GradientWorkers):  # a policy may change its random state
             made = self._group.call_and_keep("evaluate", arguments, {}, None, self.state.step)
         else:
             made = self._group.call("evaluate", arguments, {})
@@ -327,13 +333,15 @@ class RLTrainer(BaseTrainer):
         for name in ("counts", "timing", "range"):
             scores.pop(name)
         if "reward" not in scores:
-            raise ValueError("the evaluation has no reward: no prompt was left, or all failed")
+            raise ValueError(
+                "the evaluation has no rewards: all prompts were skipped, or all rewards failed"
+            )
         return scores
 
     # -- checkpoints ------------------------------------------------------------------------------
 
     def load_checkpoint(self, path: str | Path = "latest") -> int:
-        """Restore a checkpoint; see ``BaseTrainer``. Its seed becomes that of the run."""
+        """Restore a checkpoint, including the seed of its run; see ``BaseTrainer``."""
         epoch = super().load_checkpoint(path)
         if self._loaded is not None:  # the run is described before workers exist
             self._run_seed = self._loaded["rl"]["seed"]
@@ -343,7 +351,7 @@ class RLTrainer(BaseTrainer):
         before, now = loaded["rl"]["sync"], self._setup.sync
         if before != now:
             raise ValueError(
-                f"the checkpoint was made with sync={before!r}, this trainer has {now!r}"
+                f"the checkpoint was saved with sync={before!r}, but this trainer has sync={now!r}"
             )
         super()._restore(loaded)
         while isinstance(self.sync, GradientGroup) and not self.sync.keep(self.state.step):
@@ -388,11 +396,11 @@ show_options(RLTrainer, hidden=("worker",))
 
 
 class PPOTrainer(RLTrainer):
-    """Trains by comparing each response with what the value head expected; see ``RLTrainer``.
+    """Train a policy with proximal policy optimization (PPO); see ``RLTrainer``.
 
-    A model as ``policy`` gets a value head on its last hidden state; for a critic of its own,
-    return ``CausalLM(model, tokenizer, critic=another)``. The paper:
-    https://arxiv.org/abs/1707.06347
+    If ``policy`` returns a model, a value head is added to its last hidden state. To use a separate
+    critic, return ``CausalLM(model, tokenizer, critic=critic)``. PPO is described in
+    https://arxiv.org/abs/1707.06347.
     """
 
     config_class = PPOConfig
@@ -400,9 +408,10 @@ class PPOTrainer(RLTrainer):
 
 
 class GRPOTrainer(RLTrainer):
-    """Trains by comparing the responses to each prompt with each other; see ``RLTrainer``.
+    """Train a policy with group relative policy optimization (GRPO); see ``RLTrainer``.
 
-    The paper: https://arxiv.org/abs/2402.03300
+    GRPO compares the rewards of the responses to each prompt. It is described in
+    https://arxiv.org/abs/2402.03300.
     """
 
     config_class = GRPOConfig

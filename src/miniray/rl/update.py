@@ -1,7 +1,9 @@
-"""Learning from a step's rollouts: epochs of mini-batches, each of micro-batches, one update each.
+"""Update the policy with the rollouts of a step.
 
-Any number of workers makes the same update: which sequences are in a mini-batch follows from their
-numbers, and every loss is divided by the count over all workers before gradients are summed.
+Each epoch over the rollouts has several mini-batches, with one update per mini-batch. A mini-batch
+is processed in micro-batches. Updates don't depend on the number of workers: sequences are assigned
+to mini-batches by their numbers, and each loss is divided by the count over all workers before
+gradients are summed.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from miniray.rl.reward import brief
 
 
 def mini_batch_of(ids: Tensor, count: int, seed: Sequence[int]) -> Tensor:
-    """In which of ``count`` mini-batches the sequences numbered ``ids`` are.
+    """Return the mini-batch, from 0 to ``count`` - 1, of each sequence in ``ids``.
 
-    Of ``count`` consecutive ones each is in another, so that every worker's part of a mini-batch is
-    about the same; where a run of them begins depends on ``seed``.
+    Each block of ``count`` consecutive sequences has one sequence in every mini-batch, so that all
+    workers have similar shares of a mini-batch. ``seed`` determines the rotation of each block.
     """
     block, place = np.divmod(ids.numpy().astype(np.uint64), np.uint64(count))
     key = np.random.SeedSequence([int(s) for s in seed]).generate_state(1, np.uint64)[0]
@@ -39,7 +41,7 @@ def mini_batch_of(ids: Tensor, count: int, seed: Sequence[int]) -> Tensor:
 
 
 class Updater:
-    """Makes the updates of a step. ``precision()`` is the context of every forward pass."""
+    """Runs the updates of a step. ``precision()`` is the context of every forward pass."""
 
     def __init__(
         self,
@@ -60,7 +62,8 @@ class Updater:
         self._device = device
         self._skip = on_error == "skip"
         self._parameters = [p for p in policy.parameters() if p.requires_grad]
-        # Those of transformers keep less only while they are in training; what is in them is not.
+        # Layers of transformers use gradient checkpointing only if ``training`` is set. Their
+        # submodules stay in evaluation mode.
         self._checkpointed = [
             m for m in policy.modules() if getattr(m, "gradient_checkpointing", False)
         ]
@@ -68,7 +71,7 @@ class Updater:
     def update(
         self, rollouts: Rollouts, kl_coef: float, step: int, seed: int, temperature: float
     ) -> Metrics:
-        """Use the rollouts ``epochs`` times. All workers of the collective must call it."""
+        """Run all updates of a step. All workers of the collective must call it."""
         config, metrics = self.config, Metrics()
         plan = [
             mini_batch_of(rollouts.ids, config.mini_batches, (seed, step, epoch))
@@ -104,7 +107,7 @@ class Updater:
         return metrics
 
     def _counts(self, rollouts: Rollouts, plan: Sequence[Tensor], step: int) -> Tensor:
-        """What each mini-batch's losses are divided by, over all workers; one sum for the step."""
+        """Return the divisor of each mini-batch's losses, summed over all workers in one call."""
         config = self.config
         own = torch.zeros(config.epochs, config.mini_batches, dtype=torch.float64)
         for epoch, members in enumerate(plan):
@@ -126,10 +129,10 @@ class Updater:
         with_values = isinstance(config, PPOConfig)
         with self._precision():
             logp, spread, values = run_policy(self.policy, batch, with_values)
-        if not self._skip:  # else it makes the gradient NaN, and all workers skip the update
+        if not self._skip:  # with "skip", the gradient becomes NaN and all workers skip the update
             check_finite({"log_probs": logp, "values": values}, batch, where, self.collective.rank)
         known = "old_logp" in rollouts.tokens
-        # With one update a step nothing has changed since the tokens were sampled.
+        # With one update per step, the policy is still the one that sampled the tokens.
         old_logp = rollouts.get("old_logp", batch) if known else logp.detach()
         loss, seen = losses.policy_loss(
             logp,
@@ -142,7 +145,7 @@ class Updater:
             agg=config.agg,
             global_count=count,
         )
-        share = losses.count(mask, config.agg) / count  # over all workers these add up to 1
+        share = losses.count(mask, config.agg) / count  # shares of all workers add up to 1
         metrics.merge("policy_loss", _part(loss, share))
         if spread is not None:
             seen["entropy"] = selected(spread.detach(), mask).sum() / tokens
@@ -176,10 +179,10 @@ class Updater:
         return float(loss.detach())
 
     def _step(self, loss: float, where: str, metrics: Metrics) -> bool:
-        """Change the weights; False, on all workers, where the gradient does not allow it."""
+        """Update the weights. Return False on all workers if the gradient isn't finite."""
         sum_gradients(self._parameters, self.collective, f"gradients of {where}")
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm))
-        if not math.isfinite(norm):  # on every worker alike: they have the same gradients
+        if not math.isfinite(norm):  # same on all workers, because their gradients are equal
             if not self._skip:
                 raise self._create_error(loss, where)
             return False
@@ -188,22 +191,22 @@ class Updater:
         return True
 
     def _create_error(self, loss: float, where: str) -> NonFiniteError:
-        """Return the error that names the workers with a NaN. A collective: all must call it."""
+        """Return an error that names the workers with a NaN. All workers must call it."""
         rank = self.collective.rank
-        flags = torch.zeros(max(rank + 1, self.collective.size))  # one alone may be of any rank
+        flags = torch.zeros(max(rank + 1, self.collective.size))  # ``Alone`` can have any rank
         flags[rank] = not math.isfinite(loss)
         bad = torch.nonzero(self.collective.sum(flags, "flags"))[:, 0].tolist()
-        problem = "the gradient is not finite, though the loss is on every worker"
+        problem = "the gradient isn't finite, although the loss is finite on all workers"
         if bad:
             who = ", ".join(map(str, bad))
-            problem = f"the loss is not finite on worker{'s' if len(bad) > 1 else ''} {who}"
-        return NonFiniteError(f"{where}: {problem}; the weights are as before", tuple(bad))
+            problem = f"the loss isn't finite on worker{'s' if len(bad) > 1 else ''} {who}"
+        return NonFiniteError(f"{where}: {problem}. The weights are unchanged.", tuple(bad))
 
 
 def run_policy(
     policy: Any, batch: MicroBatch, with_values: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(log-probs, entropies if the policy gives them, values if wanted), of the right shape."""
+    """Return (log-probs, entropies or None, values or None), after checking their shapes."""
     values = None
     if with_values and hasattr(policy, "log_probs_and_values"):
         told, values = policy.log_probs_and_values(batch)
@@ -222,27 +225,30 @@ def run_policy(
 
 
 def bad_sequences(values: Tensor, mask: Tensor) -> Tensor:
-    """For each sequence whether one of its tokens has NaN or infinity."""
+    """Return for each sequence whether the value of one of its tokens is NaN or infinite."""
     return (~torch.isfinite(values) & mask.bool()).any(-1)
 
 
 def check_finite(
     named: dict[str, Tensor | None], batch: MicroBatch, where: str, worker: int
 ) -> None:
-    """Raise ``NonFiniteError`` with the first row that has NaN or infinity."""
+    """Raise ``NonFiniteError`` for the first row with a value that is NaN or infinite."""
     for name, values in named.items():
         if values is None:
             continue
         bad = torch.nonzero(bad_sequences(values.detach(), batch.mask))[:, 0].tolist()
         if bad:
             raise NonFiniteError(
-                f"worker {worker}, {where}: {name}() gave NaN or infinity for {len(bad)} of "
-                f"{len(batch.rows)} sequences\n  first row: {brief(batch.rows[bad[0]])}",
+                f"Worker {worker}, {where}: {name}() returned NaN or infinity for {len(bad)} of "
+                f"{len(batch.rows)} sequences.\n  first row: {brief(batch.rows[bad[0]])}",
                 (worker,),
             )
 
 
 def _part(loss: Tensor, share: float) -> tuple[float, float, float, float]:
-    """A micro-batch's part of a mini-batch's loss: parts add up to it, their weights to 1."""
+    """Return a quad for a micro-batch's share of the loss. The shares of a mini-batch add up to 1.
+
+    The quads of all micro-batches therefore add up to the loss of the mini-batch.
+    """
     value = float(loss.detach())
     return value, share, value, value

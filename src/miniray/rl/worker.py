@@ -1,11 +1,11 @@
-"""The worker of PPO and GRPO: a whole step on its own prompts, in an actor.
+"""The worker of PPO and GRPO, an actor that runs complete steps on its own prompts.
 
 ::
 
-    loader → rollouts → rewards → log-probs, values → advantages → updates → numbers to the driver
+    loader → rollouts → rewards → log-probs, values → advantages → updates → metrics to the driver
 
-Only these numbers leave it, and its weights when they are synced or saved. With the others it adds
-up counts, moments and gradients (``collective``).
+The driver receives only metrics, and weights when they are synchronized or saved. Workers sum
+counts, moments and gradients among themselves (``collective``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from miniray.train.lockstep import process_group as group
 
 
 class RLWorker(Worker):
-    """Lives in an actor; ``worker_id`` is its rank. See the module."""
+    """The worker of PPO and GRPO. ``worker_id`` is its rank."""
 
     def __init__(self, worker_id: int, setup: Setup) -> None:
         self.rank = worker_id
@@ -51,8 +51,8 @@ class RLWorker(Worker):
             tokenizer = tokenizer()
         needs_values = isinstance(setup.config, PPOConfig)
         self.policy = as_policy(setup.policy(), tokenizer, needs_values).to(self.device)
-        # No dropout, neither in rollouts nor in updates: the ratio of two probabilities under
-        # different masks says nothing about the policy.
+        # Disable dropout in rollouts and updates: a ratio of probabilities under different dropout
+        # masks would be meaningless.
         self.policy.eval()
         self.reference: Any = None
         self.collective: Collective = Alone(worker_id)
@@ -69,9 +69,10 @@ class RLWorker(Worker):
         )
 
     def _trained(self) -> list[Any]:
-        """The parameters; with ``critic_lr`` in groups, those of the critic with that rate.
+        """Return the trainable parameters, in groups if ``critic_lr`` is set.
 
-        Groups leave the order as it is, which an optimizer's state goes by.
+        The groups keep the order of the parameters, because the state of an optimizer depends on
+        it.
         """
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         rate = self.config.critic_lr if isinstance(self.config, PPOConfig) else None
@@ -79,14 +80,14 @@ class RLWorker(Worker):
             return trained
         if not hasattr(self.policy, "critic_parameters"):
             raise TypeError(
-                f"critic_lr is for the parameters that critic_parameters() returns, a method that "
-                f"policy {type(self.policy).__name__} does not have"
+                f"critic_lr requires a policy with critic_parameters(), which "
+                f"{type(self.policy).__name__} doesn't have"
             )
         critic = {id(p) for p in self.policy.critic_parameters()}
         if not any(id(p) in critic for p in trained):
             raise ValueError(
-                f"critic_lr={rate:g} is for nothing: of what critic_parameters() of policy "
-                f"{type(self.policy).__name__} returns there is none that is trained"
+                f"critic_lr={rate:g} has no effect: {type(self.policy).__name__}."
+                "critic_parameters() returns no trainable parameters"
             )
         return [
             {"params": list(members), **({"lr": rate, OWN_RATE: rate} if of_critic else {})}
@@ -97,7 +98,7 @@ class RLWorker(Worker):
         return torch.optim.AdamW(parameters, lr=self.config.lr, weight_decay=0.0)
 
     def join_group(self, spec: group.ProcessGroupSpec) -> None:
-        """From now on, add up gradients with the other workers."""
+        """Join the process group, and sum gradients over its workers from now on."""
         group.leave()
         group.join(spec, self.rank)
         self.collective = Together()
@@ -105,9 +106,9 @@ class RLWorker(Worker):
     # -- a step ------------------------------------------------------------------------------------
 
     def train_epoch(self, epoch: int, seed: int, kl_coef: float) -> dict[str, Quad]:
-        """One step: new rollouts, then learning from them. ``epoch`` is the step's number.
+        """Generate rollouts and update the policy with them. ``epoch`` is the number of the step.
 
-        The driver sends it with the run's seed and the KL coefficient: so all workers agree.
+        The driver sends the step, the seed and the KL coefficient, so all workers use the same.
         """
         step, metrics = epoch, Metrics()
         recording = recorder.current()
@@ -145,7 +146,7 @@ class RLWorker(Worker):
         metrics.extend("response_tokens", rollouts.mask.sum(-1).tolist())
         told = {**metrics.export(), **made.export()}
         if not rows and self.setup.sync == "weights":
-            told.pop("skipped_updates", None)  # the last rows of an epoch were for others
+            told.pop("skipped_updates", None)  # other workers have the last rows of the epoch
         loss = told["loss"][0] / told["loss"][1] if "loss" in told else None
         doctor.step(loss, len(rows), epoch=step)
         return told
@@ -160,7 +161,7 @@ class RLWorker(Worker):
         metrics.total("prompts", len(rows))
         metrics.total("filtered_prompts", len(rows) - len(kept))
         repeats = self.config.rollouts
-        # One object for all rollouts of a prompt: what it carries is there once.
+        # All rollouts of a prompt share its row, so data such as images is stored once.
         repeated = [row for _, row in kept for _ in range(repeats)]
         groups = [i for i, _ in kept for _ in range(repeats)]
         ids = [i * repeats + k for i, _ in kept for k in range(repeats)]
@@ -198,7 +199,7 @@ class RLWorker(Worker):
 
     @property
     def sequences_per_step(self) -> int:
-        """About as many as this worker has at a time in a step; at least one."""
+        """Approximate number of sequences that this worker processes in a step, at least one."""
         config = self.config
         prompts = config.prompts_per_step or PROMPTS_PER_STEP
         return max(1, prompts * config.rollouts // self.setup.num_workers)
@@ -206,10 +207,9 @@ class RLWorker(Worker):
     def evaluate(
         self, shard_id: int, num_shards: int, data: Sequence[Row] | None = None, first: int = 0
     ) -> dict[str, Quad]:
-        """Rewards on held-out prompts, each exactly once.
+        """Evaluate this worker's held-out prompts once, and return the metrics.
 
-        Of this worker's part of the trainer's ``eval_data``, or of ``data``, numbered from
-        ``first``.
+        The prompts are the worker's shard of ``eval_data``, or ``data`` numbered from ``first``.
         """
         if data is None:
             numbered = held_out(self.setup.eval_data, shard_id, num_shards)
@@ -233,7 +233,7 @@ class RLWorker(Worker):
     # -- parts -------------------------------------------------------------------------------------
 
     def _get_lr(self) -> float | None:
-        """Return the learning rate of the first parameters; None if the optimizer has none."""
+        """Return the learning rate of the first parameter group, or None if it has none."""
         groups = getattr(self.optimizer, "param_groups", None)
         rate = groups[0].get("lr") if groups else None
         return None if rate is None else float(rate)
@@ -248,7 +248,7 @@ class RLWorker(Worker):
     def _frozen_copy(self) -> Any:
         policy = self.policy
         critic = policy.critic if isinstance(policy, CausalLM) else None
-        if critic is not None:  # as large as the model, and nobody asks a reference for values
+        if critic is not None:  # as large as the model, and the reference computes no values
             policy.critic = None
         try:
             return copy.deepcopy(policy).requires_grad_(False).eval()
@@ -257,7 +257,7 @@ class RLWorker(Worker):
                 policy.critic = critic
 
     def _temperature(self) -> float:
-        return self.setup.sampling.temperature or 1.0  # of the most likely token there is none
+        return self.setup.sampling.temperature or 1.0  # greedy decoding has no temperature
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         wanted = self.setup.precision == "bf16"
@@ -269,7 +269,7 @@ class RLWorker(Worker):
 
 @contextlib.contextmanager
 def _phase(metrics: Metrics, name: str) -> Iterator[None]:
-    """A part of the step: timed, and shown by the doctor while it lasts."""
+    """Time a phase of the step, and report it to the doctor while it runs."""
     began = time.perf_counter()
     with doctor.phase(name):
         yield
@@ -277,7 +277,7 @@ def _phase(metrics: Metrics, name: str) -> Iterator[None]:
 
 
 def _tell(scores: Sequence[dict[str, float] | None], metrics: Metrics) -> None:
-    """Keep what the reward function told, and count what it failed for."""
+    """Add the results of the reward function to the metrics, and count its failures."""
     told = [score for score in scores if score is not None]
     metrics.total("skipped_rewards", len(scores) - len(told))
     for name in dict.fromkeys(name for score in told for name in score):
