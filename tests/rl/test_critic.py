@@ -117,7 +117,9 @@ def test_a_rate_for_nothing_is_refused():
     lacking = pytest.raises(ActorDiedError, match=r"critic_parameters\(\).*Bandit doesn't have")
     with arms(0.5, policy=Bandit) as trainer, lacking:
         trainer.train(steps=1)
-    nothing = pytest.raises(ActorDiedError, match=r"critic_lr=0\.5.*Frozen.*no trainable parameters")
+    nothing = pytest.raises(
+        ActorDiedError, match=r"critic_lr=0\.5.*Frozen.*no trainable parameters"
+    )
     with arms(0.5, policy=Frozen) as trainer, nothing:
         trainer.train(steps=1)
 

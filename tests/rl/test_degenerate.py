@@ -113,7 +113,7 @@ def test_nan_log_probs_are_named_or_skipped(several):
         prompts_per_step=2, rollouts=4, epochs=1 + several, kl=KLPenalty(0.1 * several)
     )
     settings = {"policy": Broken, "reward": pull, "data": BANDITS, "config": config}
-    pattern = r"worker 0, step 0.*\n.*image=<1 bytes>, best='?2"
+    pattern = r"Worker 0, step 0.*\n.*image=<1 bytes>, best='?2"
     with pytest.raises(NonFiniteError, match=pattern) as caught:
         make(**settings).train(steps=1)
     assert (caught.value.workers, caught.value.worker, caught.value.step) == ((0,), 0, 0)
@@ -136,7 +136,7 @@ class Exploding(Bandit):
 def test_a_gradient_that_is_not_finite_changes_no_weight():
     settings = {"policy": Exploding, "reward": pull, "data": BANDITS}
     config = GRPOConfig(prompts_per_step=2, rollouts=8)
-    pattern = "step 0, epoch 0, mini-batch 0: the gradient is not"
+    pattern = "step 0, epoch 0, mini-batch 0: the gradient isn't"
     with pytest.raises(NonFiniteError, match=pattern) as caught:
         make(**settings, config=config).train(steps=1)
     assert (caught.value.workers, caught.value.step) == ((), 0)
@@ -173,7 +173,9 @@ def test_a_reward_function_that_raises_or_hangs():
         while True:
             pass
 
-    with pytest.raises(RewardTimeoutError, match=r"return within 0.2 s; it is at .*test_degenerate"):
+    with pytest.raises(
+        RewardTimeoutError, match=r"return within 0.2 s; it is at .*test_degenerate"
+    ):
         make(reward=hangs, reward_timeout=0.2).train(steps=1)
     with make(reward=raises, on_error="skip") as trainer:
         result = trainer.train(steps=1)

@@ -59,13 +59,13 @@ def test_what_fails_can_be_skipped(timeout):
 @pytest.mark.parametrize(
     ("result", "complaint"),
     [
-        (None, "no number"),
-        ("good", "no number"),
-        (float("nan"), "not finite"),
-        ({"score": 1}, 'no "reward"'),
-        ({"reward": 1, "why": "near"}, "not all are numbers"),
-        ({"reward": float("inf")}, "not finite"),
-        ({"reward": 1, "loss": 2}, "returned loss, which miniray uses itself"),
+        (None, "isn't a number"),
+        ("good", "isn't a number"),
+        (float("nan"), "isn't finite"),
+        ({"score": 1}, 'no key "reward"'),
+        ({"reward": 1, "why": "near"}, "has values that aren't numbers"),
+        ({"reward": float("inf")}, "isn't finite"),
+        ({"reward": 1, "loss": 2}, "returned the reserved names loss"),
     ],
 )
 def test_results_that_are_no_reward(result, complaint):
@@ -83,7 +83,7 @@ def test_a_function_that_sleeps_is_named():
     def hangs_at_b(row, text):
         return released.wait(60) if text == "b" else 1
 
-    wanted = r"sequence 1: .* no result in 2 s; it is at .*threading.py"
+    wanted = r"sequence 1: .* return within 2 s; it is at .*threading.py"
     try:
         with pytest.raises(RewardTimeoutError, match=wanted):
             score(hangs_at_b, timeout=LIMIT)
