@@ -148,7 +148,7 @@ def test_a_metric_that_never_comes_is_warned_of_and_one_that_is_no_number_refuse
     trainer = Trainer(tmp_path)
     with pytest.warns(UserWarning, match="no epoch had 'lss', only epoch, loss"):
         trainer.train(EarlyStopping("lss"), losses(1, 2))
-    with pytest.raises(TypeError, match="'loss' is no number but a list"):
+    with pytest.raises(TypeError, match="'loss' must be a number, not a list"):
         trainer.train(EarlyStopping("loss"), losses([1]))
 
 

@@ -61,7 +61,7 @@ def test_nothing_there_is_an_error_and_an_empty_list(tmp_path):
     assert store.newest() is None
     with pytest.raises(CheckpointError, match="there is no intact checkpoint in"):
         store.load()
-    with pytest.raises(CheckpointError, match=r"it does not exist"):
+    with pytest.raises(CheckpointError, match=r"it doesn't exist"):
         store.load(tmp_path / "epoch-00000001")
     assert not (tmp_path / "none").exists()  # looking makes nothing
 

@@ -117,7 +117,7 @@ def test_a_limit_on_file_size_is_told_like_a_full_disk(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"File too large.*it takes 80,0"):
+        with pytest.raises(CheckpointError, match=r"File too large.*it needs 80,0"):
             store.save(1, {"w": np.zeros(10_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -92,12 +92,12 @@ class Endless(IterableDataset):
         (lambda: DataLoader(Endless(), batch_size=2), r"an IterableDataset \(Endless\)"),
         (
             lambda: DataLoader(make_data(4), batch_sampler=[[0, 1], [2, 3]]),
-            r"a batch sampler of its own \(list\)",
+            r"a custom batch sampler \(list\)",
         ),
         (lambda: DataLoader(make_data(4), batch_size=None), "batch_size=None"),
         (
             lambda: DataLoader(make_data(4), sampler=WeightedRandomSampler([1.0] * 4, 4)),
-            r"a sampler of its own \(WeightedRandomSampler\)",
+            r"a custom sampler \(WeightedRandomSampler\)",
         ),
     ],
 )

@@ -60,7 +60,10 @@ def test_a_barrier_names_who_is_missing_and_where(host):
         with pytest.raises(BarrierTimeoutError) as failure:
             first.barrier("before-iteration")
         text = str(failure.value)
-        assert "barrier 'before-iteration' of epoch 5 waited 0.2 s in vain for rank 1 of 2" in text
+        assert (
+            "barrier 'before-iteration' of epoch 5 timed out after 0.2 s waiting for rank 1 of 2"
+            in text
+        )
         assert re.search(r"rank 1 is in forward, epoch 5, step 3, for ([5-9]|[1-9]\d) s", text)
         assert "test_ddp_parts.py" in text  # its stack: here, one thread is both
         error = failure.value

@@ -137,7 +137,7 @@ def test_batches_that_ranks_bring_themselves():
     assert len(create_counted_windows([5, 3], 0, 1, "drop")) == 3
     with pytest.raises(ValueError, match="rank 0 has 3, rank 1 has 2 batches"):
         create_counted_windows([3, 2], 0, 1, "error")
-    with pytest.raises(ValueError, match="needs miniray to share out"):
+    with pytest.raises(ValueError, match="isn't supported with load_data_shard"):
         create_counted_windows([3, 2], 0, 1, "pad")
     with pytest.raises(ValueError, match="rank 1 has 0 batches: every rank needs"):
         create_counted_windows([3, 0], 0, 1, "join")

@@ -35,7 +35,7 @@ def test_it_is_a_mapping_of_the_last_epoch(tmp_path):
     assert dict(found) == HISTORY[-1]
     assert found.get("absent", 5) == 5
     assert "accuracy" in found
-    with pytest.raises(KeyError, match=r"'absent' is not a metric of the last epoch.*loss"):
+    with pytest.raises(KeyError, match=r"'absent' isn't a metric of the last epoch.*loss"):
         found["absent"]
 
 

@@ -46,7 +46,7 @@ def test_a_name_is_a_plain_folder_name(name):
 def test_another_run_is_never_overwritten(trace, tmp_path):
     run = RunDirectory.open(name="x")
     (run.path / trace).mkdir() if trace == "checkpoints" else (run.path / trace).touch()
-    with pytest.raises(FileExistsError, match=r"already holds a run.*resume=True"):
+    with pytest.raises(FileExistsError, match=r"already contains a run.*resume=True"):
         RunDirectory.open(name="x")
     with pytest.raises(FileExistsError):
         RunDirectory.open(tmp_path / "runs" / "x")

@@ -309,5 +309,5 @@ def test_pickle_only_by_choice():
 
 
 def test_what_pickle_cannot_store_either_is_said_so():
-    with pytest.raises(CheckpointError, match="pickle cannot store it either"):
+    with pytest.raises(CheckpointError, match="pickle can't store it either"):
         through({"f": lambda: 1}, allow_pickle=True)

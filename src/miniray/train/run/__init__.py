@@ -1,4 +1,4 @@
-"""What a run leaves on disk and shows on the terminal: its directory, checkpoints and progress.
+"""The run directory, checkpoints, loggers and progress output of a run.
 
-Read ``session.py`` first, then ``directory.py``. Nothing here knows how workers train.
+Read ``session.py`` first, then ``directory.py``. This package doesn't depend on how workers train.
 """

@@ -1,6 +1,6 @@
-"""One checkpoint's directory: written whole and flushed, read with every byte checked.
+"""The directory of one checkpoint: written atomically, and verified completely when read.
 
-Which ones to write, keep and read is the business of ``checkpoint``.
+``checkpoint_store`` decides which checkpoints to write, keep and read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from miniray.train.run.tensors.shards import SHARDS, ShardFiles, is_shard_file
 
 FORMAT = "miniray-checkpoint-1"
 MANIFEST = "manifest.json"
-#: Other names in a directory of checkpoints belong to the user and are left alone.
+#: Entries of a checkpoint directory with other names belong to the user and are never changed.
 CHECKPOINT_NAME = re.compile(r"epoch-\d+(-step-\d+)?(-\d+)?")
 _PIECE = 1 << 20  # bytes read at a time
 _LARGEST_MANIFEST = 1 << 26
@@ -40,9 +40,10 @@ _writing: set[Path] = set()
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint as its manifest describes it. ``serial`` grows with every one written.
+    """A checkpoint as its manifest describes it.
 
-    ``step`` is the number of completed steps of the run, if the epoch wasn't complete.
+    ``serial`` increases with every checkpoint. ``step`` is the number of completed steps of the
+    run, if the epoch wasn't complete.
     """
 
     path: Path
@@ -54,11 +55,11 @@ class CheckpointInfo:
 
     @property
     def nbytes(self) -> int:
-        """Size of all its files."""
+        """Size of all files, in bytes."""
         return sum(int(entry["bytes"]) for entry in self.files.values())
 
     def problem(self) -> str | None:
-        """What is wrong with its files; None where every byte is as written."""
+        """Return what is wrong with the files, or None if all match their checksums."""
         try:
             _check_files(self)
         except (OSError, ValueError) as error:
@@ -73,10 +74,10 @@ class LateState(NamedTuple):
     """Parts of the state that are read when a checkpoint is written.
 
     Attributes:
-        names: Their names.
-        read: Returns them by name, and the names of files that it has added to the directory that
-            is being written, which is its argument.
-        at_once: Whether ``read`` has to be called before ``save`` returns.
+        names: Names of the parts.
+        read: Function that accepts the directory that is being written. It returns the parts by
+            name, and the names of files that it has added to the directory.
+        at_once: Whether ``read`` must be called before ``save`` returns.
     """
 
     names: Sequence[str]
@@ -85,17 +86,17 @@ class LateState(NamedTuple):
 
 
 class Contents:
-    """What is to be written: the JSON, the arrays by file, and the manifest's facts.
+    """The contents of a checkpoint: JSON, arrays by file, and the fields of the manifest.
 
     Args:
         epoch: Number of the epoch.
-        state: The state, encoded at once.
-        allow_pickle: Pickle values that have no other form.
+        state: The state, which is encoded immediately.
+        allow_pickle: Pickle values that can't be stored otherwise.
         copy: Copy all arrays of ``state``, so that the caller may change them.
         late: Further parts of the state.
 
     Raises:
-        CheckpointError: A value has no form on disk; the error has the path to it.
+        CheckpointError: A value can't be stored; the error has the path to it.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Contents:
             self._values.append(self._encoder.encode(value, self._names[key], (key,)))
 
     def complete(self, directory: Path) -> bytes:
-        """Read what is left of the state, and return the JSON."""
+        """Read the remaining parts of the state, and return the JSON."""
         late, self.late = self.late, None
         if late is not None:
             self._encoder.copies = False
@@ -146,7 +147,7 @@ class Contents:
 
 
 def write_checkpoint(path: Path, contents: Contents) -> None:
-    """Write aside, flush, rename to ``path``. If anything raises, nothing is left of it."""
+    """Write a temporary directory, flush it and rename it to ``path``. Delete it after errors."""
     with _open_aside(path) as partial:
         body = contents.complete(partial)
         for group, entries in contents.groups.items():
@@ -165,14 +166,14 @@ def write_checkpoint(path: Path, contents: Contents) -> None:
 
 
 def begin_checkpoint(path: Path, contents: Contents) -> None:
-    """Read what is left of the state before ``write_checkpoint`` is called in a thread."""
+    """Read the remaining parts of the state, before ``write_checkpoint`` runs in a thread."""
     with _open_aside(path) as partial:
         contents.complete(partial)
 
 
 @contextlib.contextmanager
 def _open_aside(path: Path) -> Iterator[Path]:
-    """Create a directory aside, if it doesn't exist. Delete it if the code inside raises."""
+    """Create the temporary directory if it doesn't exist. Delete it if the code inside raises."""
     partial = _create_aside_path(path)
     _writing.add(partial)
     try:
@@ -185,7 +186,7 @@ def _open_aside(path: Path) -> Iterator[Path]:
 
 
 def _measure_file(path: Path) -> dict[str, Any]:
-    """Size and checksum (BLAKE2b) of a file, read in pieces."""
+    """Return the size and the checksum (BLAKE2b) of a file."""
     checksum = hashlib.blake2b(digest_size=32)
     size = 0
     piece = memoryview(bytearray(_PIECE))
@@ -214,18 +215,18 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def _group_names(keys: Iterable[Any]) -> list[str]:
-    """A file name for each part of the state: its key where that can be one."""
+    """Return a file name for each part of the state: its key, if that is a valid file name."""
     names: list[str] = []
     for i, key in enumerate(keys):
         fits = isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_]{1,64}", key)
-        # Some file systems do not tell upper from lower case.
+        # Some file systems are case-insensitive.
         taken = str(key).lower() in (name.lower() for name in names)
         names.append(str(key) if fits and not taken else f"part-{i}")
     return names
 
 
 def _metrics(state: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers that ``keep_best`` may ask for."""
+    """Return the metrics that are available to ``keep_best``."""
     source = state.get("metrics")
     if source is None and state.get("history"):
         source = state["history"][-1]
@@ -239,16 +240,16 @@ def _metrics(state: Mapping[str, Any]) -> dict[str, float]:
 
 
 def discard_checkpoint(path: Path) -> None:
-    """Delete it, or warn. Renamed first: nobody ever meets one that is half deleted."""
+    """Delete a checkpoint, or warn. Rename it first, so that readers never see a part of it."""
     try:
         os.rename(path, _create_aside_path(path))
         shutil.rmtree(_create_aside_path(path))
     except OSError as error:
-        warnings.warn(f"checkpoint {path} could not be deleted: {error}", stacklevel=2)
+        warnings.warn(f"couldn't delete checkpoint {path}: {error}", stacklevel=2)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what writers that are gone left aside."""
+    """Delete the temporary directories of processes that have ended."""
     for path in directory.glob(".partial-*"):
         pid = path.name.rpartition("-")[2]
         if pid.isdigit() and path not in _writing and not _is_other_process(int(pid)):
@@ -266,7 +267,7 @@ def _is_other_process(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # of somebody else
+    except PermissionError:  # the process of a different user
         pass
     return True
 
@@ -275,9 +276,9 @@ def _is_other_process(pid: int) -> bool:
 
 
 def inspect_checkpoint(path: Path) -> CheckpointInfo | str:
-    """The checkpoint at ``path`` by its manifest, or what is wrong with it.
+    """Return the checkpoint at ``path`` as its manifest describes it, or what is wrong with it.
 
-    Sizes of files are compared too; their bytes are not read.
+    The sizes of the files are checked, but not their contents.
     """
     try:
         with _open_regular(path / MANIFEST) as file:
@@ -291,11 +292,11 @@ def inspect_checkpoint(path: Path) -> CheckpointInfo | str:
             except ValueError as error:
                 return str(error)
             if size != entry["bytes"]:
-                return f"{name} has {size} bytes and not {entry['bytes']}"
+                return f"{name} has {size} bytes, not {entry['bytes']}"
     except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing" if path.exists() else "it does not exist"
+        return f"{Path(error.filename).name} is missing" if path.exists() else "it doesn't exist"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"manifest.json cannot be read: {error}"
+        return f"manifest.json can't be read: {error}"
     return found
 
 
@@ -304,9 +305,9 @@ def parse_manifest(path: Path, data: bytes) -> CheckpointInfo | str:
     try:
         content = json.loads(data)
         if content.pop("checksum", None) != _checksum(content):
-            return "manifest.json does not match its checksum"
+            return "manifest.json doesn't match its checksum"
         if content["format"] != FORMAT:
-            return f"its format is {content['format']!r}, and this version reads {FORMAT!r}"
+            return f"its format is {content['format']!r}, but this version reads {FORMAT!r}"
         for name in ("epoch", "serial", *(("step",) if "step" in content else ())):
             check_int(name, content[name], 0)
         if "state.json" not in content["files"]:
@@ -318,7 +319,7 @@ def parse_manifest(path: Path, data: bytes) -> CheckpointInfo | str:
         *(ValueError, KeyError, TypeError, AttributeError),
         RecursionError,  # JSON nested too deeply
     ) as error:
-        return f"manifest.json cannot be read: {error}"
+        return f"manifest.json can't be read: {error}"
     return CheckpointInfo(
         path,
         content["epoch"],
@@ -331,7 +332,7 @@ def parse_manifest(path: Path, data: bytes) -> CheckpointInfo | str:
 
 def _open_regular(path: Path) -> io.FileIO:
     """Open a file of a checkpoint. Raise ``ValueError`` for links, devices and pipes."""
-    # Opening a pipe would wait for its writer, and following a link leave the checkpoint.
+    # Opening a pipe would wait for its writer, and a link could lead outside the checkpoint.
     try:
         file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
@@ -345,10 +346,11 @@ def _open_regular(path: Path) -> io.FileIO:
 
 
 def read_checkpoint(checkpoint: CheckpointInfo, *, allow_pickle: bool) -> dict[str, Any]:
-    """The state, every byte checked.
+    """Verify all files, and return the state.
 
-    Raises ``OSError``, ``ValueError`` or ``KeyError`` naming the file that is not as written, and
-    ``CheckpointError`` for a pickled part without ``allow_pickle``.
+    Raises:
+        OSError, ValueError, KeyError: A file is missing or damaged.
+        CheckpointError: A part is pickled, and ``allow_pickle`` is False.
     """
     _check_files(checkpoint)
     with _open_regular(checkpoint.path / "state.json") as file:
@@ -371,4 +373,4 @@ def read_checkpoint(checkpoint: CheckpointInfo, *, allow_pickle: bool) -> dict[s
 def _check_files(checkpoint: CheckpointInfo) -> None:
     for name, expected in checkpoint.files.items():
         if _measure_file(checkpoint.path / name) != dict(expected):
-            raise ValueError(f"{name} does not match its checksum")
+            raise ValueError(f"{name} doesn't match its checksum")

@@ -1,17 +1,17 @@
-"""Checkpoints on disk: whole or not there, checksummed, and never fewer than one.
+"""Write and read the checkpoints of a run, atomically and with checksums.
 
 ::
 
     checkpoints/
       epoch-00000004/
-        manifest.json          epoch, serial number, size and checksum of every file, and its own
-        state.json             the structure and everything that is no array
+        manifest.json          epoch, serial number, size and checksum of every file, own checksum
+        state.json             the structure, and all values except arrays
         weights.safetensors    the arrays of state["weights"]; one file for each part with arrays
 
-A checkpoint is written to a temporary directory, each file checksummed on its way and flushed to
-disk, the manifest last, and then renamed. So a killed process, a full disk or a power cut leaves
-the checkpoints before as they were, and at most a temporary directory that the next ``save``
-removes. Reading checks every byte. Nothing is unpickled unless asked for.
+A checkpoint is written to a temporary directory. All files are flushed to disk, the manifest last,
+before the directory is renamed. If the process is killed, the disk is full or the power fails,
+earlier checkpoints are unchanged, and at most a temporary directory remains, which the next
+``save`` removes. Reading verifies all checksums, and unpickles data only with ``allow_pickle``.
 """
 
 from __future__ import annotations
@@ -50,23 +50,27 @@ _TRIES = 100
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in ``directory``. One process writes; any number may read.
+    """Save and load the checkpoints of one run.
+
+    Writes are atomic: a crash, a full disk or a power failure leaves earlier checkpoints intact.
+    Only one process may write to ``directory``. Any number of processes may read.
 
     Args:
-        keep_last: how many of the newest to keep; None keeps all.
-        keep_best: ``(metric, "min" | "max")``: also keep the best one by that metric, which is
-            looked up in ``state["metrics"]``, else in the last record of ``state["history"]``.
-            Where it is missing or NaN, that checkpoint is not a candidate.
-        background: ``save`` takes a copy of all arrays and returns; a thread writes it. The next
-            ``save`` waits for it, and so do ``load``, ``list`` and ``close``. If it failed, the
-            next ``save`` (which then writes nothing), ``wait`` or ``close`` raises the error, once;
-            without any of them, a warning says so at the end of the program, which does not come
-            before it is written.
-        allow_pickle: store what has no other form with pickle, and read such parts.
-        on_event: called with a dict for what a run's history should say: ``checkpoint_corrupt``,
-            ``checkpoint_failed``.
-        storage: Each checkpoint is copied there, and the same ones are kept there. If copying
-            fails, the store warns once and reports ``checkpoint_copy_failed``.
+        directory: Directory that contains the checkpoints.
+        keep_last: Number of most recent checkpoints to keep. ``None`` keeps all of them.
+        keep_best: ``(metric, "min" | "max")``. Also keep the checkpoint with the best value. The
+            metric is read from ``state["metrics"]``, or else from the last record of
+            ``state["history"]``. Checkpoints where it is missing or NaN are ignored.
+        background: Copy the arrays and write them in a background thread. The next ``save``,
+            ``load``, ``list`` or ``close`` waits for the write, and so does interpreter exit. If
+            the write fails, the next ``save``, ``wait`` or ``close`` raises ``CheckpointError``
+            once; that ``save`` writes nothing. If none is called, a warning is issued at exit.
+        allow_pickle: Use pickle for values without a safer format, when saving and when loading.
+            Loading pickled data can execute arbitrary code.
+        on_event: Callback that receives ``checkpoint_corrupt``, ``checkpoint_failed`` and
+            ``checkpoint_copy_failed`` events.
+        storage: Storage to which each checkpoint is copied. It keeps the same checkpoints. If
+            copying fails, the store warns once and reports an event.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class CheckpointStore:
         self.allow_pickle = check_bool("allow_pickle", allow_pickle)
         self.on_event = on_event
         self.storage = storage
-        # A checkpoint is newer than all copies, also if this machine has none of them.
+        # New checkpoints are newer than all copies, even if this machine has no checkpoints.
         copies = [] if storage is None else list_copies(storage)
         self._last_serial = max((copy.serial for copy in copies), default=0)
         self._has_copy_failed = self._has_write_failed = False
@@ -95,7 +99,7 @@ class CheckpointStore:
         self._failure: BaseException | None = None
 
     def configure(self, *, keep_last: int | None, keep_best: tuple[str, str] | None) -> None:
-        """Change what is kept, from the next ``save`` on."""
+        """Change which checkpoints are kept, starting with the next ``save``."""
         check_keeping(keep_last, keep_best)
         self.keep_last = keep_last
         self.keep_best = keep_best
@@ -110,14 +114,19 @@ class CheckpointStore:
         step: int | None = None,
         late: LateState | None = None,
     ) -> Path:
-        """Write a checkpoint and drop the ones that are no longer wanted; returns where it is.
+        """Write a checkpoint, delete those that aren't kept, and return the path.
 
-        ``step`` is the number of completed steps of the run, if the epoch isn't complete. ``late``
-        are parts of the state that are read when they are written.
+        An earlier checkpoint of the same epoch is replaced when the new one is complete.
 
-        Raises ``CheckpointError`` where ``state`` holds something that has no form on disk (the
-        path to it is named) and where writing fails; then nothing has changed. An earlier
-        checkpoint of the same epoch is replaced once the new one is complete.
+        Args:
+            epoch: Number of completed epochs.
+            state: The state.
+            step: Number of completed steps of the run, if the epoch isn't complete.
+            late: Parts of the state that are read when they are written.
+
+        Raises:
+            CheckpointError: A value of ``state`` can't be stored, or writing failed. Earlier
+                checkpoints are unchanged.
         """
         path, contents = self._prepare(epoch, state, step, late, copy=self.background)
         self._begin(path, contents)
@@ -136,10 +145,10 @@ class CheckpointStore:
         late: LateState | None = None,
         on_failure: Callable[[], None],
     ) -> Path:
-        """Write a checkpoint in a thread, and return its future path at once.
+        """Write a checkpoint in a thread, and return its future path immediately.
 
-        If writing fails, the earlier checkpoints are unchanged, ``on_failure`` is called, and the
-        store warns, once until it succeeds again.
+        If writing fails, earlier checkpoints are unchanged, and ``on_failure`` is called. The store
+        warns once, and again only after a later write has succeeded.
         """
         path, contents = self._prepare(epoch, state, step, late, copy=True)
 
@@ -176,7 +185,7 @@ class CheckpointStore:
         *,
         copy: bool,
     ) -> tuple[Path, Contents]:
-        """Wait for the checkpoint that is being written, and return what to write where."""
+        """Wait for the current write, and return the path and contents of the new checkpoint."""
         epoch = check_int("epoch", epoch, 0)
         self.wait()
         contents = Contents(epoch, state, allow_pickle=self.allow_pickle, copy=copy, late=late)
@@ -191,7 +200,7 @@ class CheckpointStore:
         try:
             self._open_directory()
             begin_checkpoint(path, contents)
-        except (OSError, CheckpointError) as error:  # not the loss of a worker
+        except (OSError, CheckpointError) as error:  # the loss of a worker propagates
             raise self._report_failure(path, contents, error) from error
 
     def _open_directory(self) -> None:
@@ -206,14 +215,14 @@ class CheckpointStore:
     def _start_writer(
         self, write: Callable[[Path, Contents], None], path: Path, contents: Contents
     ) -> None:
-        # Not a daemon: at the end of the program the interpreter waits for it.
+        # Not a daemon thread, so the interpreter waits for it at exit.
         self._writer = threading.Thread(
             target=write, args=(path, contents), name="miniray-checkpoint", daemon=False
         )
         self._writer.start()
 
     def wait(self) -> None:
-        """Wait for a background write; raises ``CheckpointError`` if it failed (once)."""
+        """Wait for the background write. Raise ``CheckpointError`` once if it failed."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -222,13 +231,13 @@ class CheckpointStore:
             raise failure
 
     def close(self) -> None:
-        """The same as ``wait``. The store may be used again."""
+        """Wait for the background write, like ``wait``. The store can still be used afterwards."""
         self.wait()
 
     def _write_aside(self, path: Path, contents: Contents) -> None:
         try:
             self._write(path, contents)
-        except BaseException as error:  # it is raised in the thread that saves or closes next
+        except BaseException as error:  # raised by the next ``save``, ``wait`` or ``close``
             self._failure = error
             atexit.register(self._tell_unraised)
 
@@ -237,9 +246,10 @@ class CheckpointStore:
             warnings.warn(str(self._failure), stacklevel=1)
 
     def _next(self, epoch: int, step: int | None) -> tuple[Path, int]:
-        """Where the next checkpoint goes and its number, which says which one is newest.
+        """Return the path and the serial number of the next checkpoint.
 
-        By number and not by epoch: a run that went back to epoch 3 has a newer epoch 4 than 5.
+        The newest checkpoint has the highest number, not the highest epoch: if a run resumed at
+        epoch 3, its new epoch 4 is newer than the old epoch 5.
         """
         serial = 1 + max((found.serial for found in self._scan()[0]), default=0)
         serial = max(serial, self._last_serial + 1)
@@ -288,16 +298,16 @@ class CheckpointStore:
             reason = error.strerror or reason
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 free = shutil.disk_usage(self.directory).free if self.directory.is_dir() else 0
-                reason += f" (it takes {size:,} bytes; {free:,} are free)"
+                reason += f" (it needs {size:,} bytes; {free:,} are free)"
         return CheckpointError(
-            f"checkpoint {path} could not be written: {reason}; earlier ones are as they were",
+            f"checkpoint {path} could not be written: {reason}. Earlier checkpoints are unchanged",
             entry=str(path),
         )
 
     def _prune(self, newest: Path) -> None:
-        """Drop what is not to be kept; never ``newest``, which was just written and flushed.
+        """Delete checkpoints that aren't kept, but never ``newest``, which was just written.
 
-        Damaged ones count for nothing and are left for a person to look at.
+        Damaged checkpoints are ignored and not deleted.
         """
         for checkpoint in self._find_unwanted(self._scan()[0], newest):
             discard_checkpoint(checkpoint.path)
@@ -305,7 +315,7 @@ class CheckpointStore:
     def _find_unwanted(
         self, found: Sequence[CheckpointInfo], newest: Path
     ) -> Sequence[CheckpointInfo]:
-        """Return the checkpoints that aren't kept; none if ``newest`` isn't among them."""
+        """Return the checkpoints to delete, or none if ``newest`` isn't in ``found``."""
         if self.keep_last is None or all(checkpoint.path != newest for checkpoint in found):
             return []
         newest_at = {(c.epoch, c.step): c.path for c in found}  # the later of two counts
@@ -314,7 +324,7 @@ class CheckpointStore:
         return [checkpoint for checkpoint in found if checkpoint.path not in keep]
 
     def _best_of(self, found: Sequence[CheckpointInfo]) -> Path | None:
-        """The best one by ``keep_best``; of equals the newest. None where none has the metric."""
+        """Return the best checkpoint, the newest one of equals, or None if none has the metric."""
         if self.keep_best is None:
             return None
         metric, mode = self.keep_best
@@ -327,27 +337,32 @@ class CheckpointStore:
     # -- reading ----------------------------------------------------------------------------------
 
     def list(self, *, verify: bool = False) -> Sequence[CheckpointInfo]:
-        """The checkpoints, oldest first. ``verify``: only those whose every byte is as written."""
+        """Return the checkpoints, oldest first; with ``verify``, only those that are intact."""
         check_bool("verify", verify)
         self._settle()
         found = self._scan()[0]
         return [c for c in found if not verify or c.problem() is None]
 
     def newest(self) -> Path | None:
-        """Where the newest checkpoint is, if there is one; its bytes are not checked."""
+        """Return the path of the newest checkpoint, or None. Its contents aren't verified."""
         found = self.list()
         return found[-1].path if found else None
 
     def best(self) -> Path | None:
-        """Where the best one by ``keep_best`` is, if there is one."""
+        """Return the path of the best checkpoint according to ``keep_best``, or None."""
         return self._best_of(self.list())
 
     def load(self, path: str | os.PathLike[str] = "latest") -> tuple[int, dict[str, Any]]:
-        """Read a checkpoint: (epoch, state). ``loaded`` says which one it was.
+        """Read a checkpoint and return (epoch, state). ``loaded`` is its path afterwards.
 
-        ``"latest"`` is the newest intact one: damaged ones are passed over, each named in a warning
-        and an event. A path means that one: ``CheckpointError`` if it is damaged. The same error
-        where there is none at all. Safe while another process writes and prunes.
+        A different process may write and delete checkpoints at the same time.
+
+        Args:
+            path: Path of a checkpoint. ``"latest"`` loads the newest intact checkpoint, and reports
+                damaged ones with a warning and an event.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or no intact checkpoint exists.
         """
         self._settle()
         if str(path) != "latest":
@@ -356,7 +371,7 @@ class CheckpointStore:
                 text = f"{path} isn't an intact checkpoint: {chosen}{self._intact()}"
                 raise CheckpointError(text, entry=str(path))
             return self._read(chosen)
-        for _ in range(_TRIES):  # what was just found may be deleted; then there is a newer one
+        for _ in range(_TRIES):  # a checkpoint may be deleted after a newer one was written
             found, damaged = self._scan()
             problems = dict(damaged)
             for checkpoint in reversed(found):
@@ -365,7 +380,7 @@ class CheckpointStore:
                 except CheckpointError as error:
                     if not checkpoint.path.exists():
                         break
-                    if error.__cause__ is None:  # not damage: a pickled part
+                    if error.__cause__ is None:  # not damaged, but with a pickled part
                         raise
                     problems[checkpoint.path] = str(error.__cause__)
                 else:
@@ -374,7 +389,7 @@ class CheckpointStore:
             else:
                 self._report(problems)
                 raise CheckpointError(f"there is no intact checkpoint in {self.directory}")
-        raise CheckpointError(f"checkpoints in {self.directory} vanish while they are read")
+        raise CheckpointError(f"checkpoints in {self.directory} were deleted while being read")
 
     def _read(self, checkpoint: CheckpointInfo) -> tuple[int, dict[str, Any]]:
         try:
@@ -393,15 +408,15 @@ class CheckpointStore:
         return checkpoint.epoch, state
 
     def _settle(self) -> None:
-        """Let a background write end; its failure is for ``save`` and ``close`` to raise."""
+        """Wait for a background write, without raising its error."""
         if self._writer is not None:
             self._writer.join()
 
     def _scan(self) -> tuple[Sequence[CheckpointInfo], dict[Path, str]]:
-        """Checkpoints with a good manifest, oldest first, and what is wrong with the others.
+        """Return checkpoints with a valid manifest, oldest first, and the problems of the others.
 
-        Looked at again where the listing has changed meanwhile: the old one may have been deleted
-        before it was looked at, and the new one not have been there when the listing was made.
+        If the list of paths changes during the scan, repeat it: an old checkpoint may have been
+        deleted before it was inspected, and the list may lack a new one.
         """
         for _ in range(_TRIES):
             paths = self._paths()
@@ -430,7 +445,7 @@ class CheckpointStore:
         if self.on_event is not None:
             try:
                 self.on_event(event)
-            except OSError:  # the disk that is full is the one with the events
+            except OSError:  # events may be on the same full disk
                 pass
 
     def __enter__(self) -> CheckpointStore:
@@ -441,7 +456,7 @@ class CheckpointStore:
 
 
 def check_keeping(keep_last: int | None, keep_best: tuple[str, str] | None) -> None:
-    """Refuse what makes no sense, with ``ValueError``."""
+    """Raise ``ValueError`` for invalid values of ``keep_last`` or ``keep_best``."""
     if keep_last is not None:
         check_int("keep_last", keep_last, 1, " or None")
     pair = isinstance(keep_best, (tuple, list)) and len(keep_best) == 2

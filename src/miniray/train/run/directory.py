@@ -50,7 +50,7 @@ _locks: weakref.WeakValueDictionary[Path, FileLock] = weakref.WeakValueDictionar
 
 #: Ends of a run that may have left nothing behind.
 _FAILED = ("failed", "interrupted", "preempted", "died")
-#: What is kept of an attempt when the run is taken up again.
+#: Fields that are kept of an attempt when the run is resumed.
 _ATTEMPT = ("started", "ended", "state", "error", "pid", "host", "world_size", "stop_reason")
 
 
@@ -115,8 +115,8 @@ class RunDirectory:
         trained = run.metrics_file.exists() or run.checkpoints.exists()
         if trained or (run.run_file.exists() and not run._has_failed()):
             raise FileExistsError(
-                f"{path} already holds a run: choose another name, or go on with that run "
-                "by resume=True"
+                f"{path} already contains a run. Pass resume=True to continue it, or choose a "
+                "different name"
             )
         run.truncate_steps(0)
         return run
@@ -124,7 +124,7 @@ class RunDirectory:
     def _has_failed(self) -> bool:
         try:
             return self.status() in _FAILED
-        except ValueError:  # it is damaged, and somebody's all the same
+        except ValueError:  # damaged, but still a run
             return False
 
     @classmethod
@@ -172,10 +172,10 @@ class RunDirectory:
     # -- run.json ---------------------------------------------------------------------------------
 
     def write_run(self, config: Mapping[str, Any], name: str | None = None) -> None:
-        """Write ``run.json``, state ``running``. Values JSON cannot hold are written as text.
+        """Write ``run.json`` with state ``running``. Values that JSON lacks become strings.
 
-        ``seed`` and ``world_size`` (or ``num_workers``) are taken from ``config``. Where the run
-        was written before, that attempt is kept under ``attempts``, with how it ended.
+        ``seed`` and ``world_size`` (or ``num_workers``) are taken from ``config``. If the run was
+        written before, the previous attempt and its outcome are kept under ``attempts``.
         """
         self._acquire()
         before = self.read_run()
@@ -185,7 +185,7 @@ class RunDirectory:
             raise _create_continued_error(self.path, before)
         if before:
             if before.get("state") == "running" and before.get("pid") != os.getpid():
-                before["state"] = "died"  # it wrote no end, and somebody else goes on with the run
+                before["state"] = "died"  # its process ended without recording a state
             attempts.append({key: before[key] for key in _ATTEMPT if before.get(key) is not None})
             self._put_ranks_aside()
         size = config.get("world_size", config.get("num_workers"))

@@ -1,9 +1,8 @@
-"""Progress on the driver: a tqdm bar on a terminal, plain lines elsewhere.
+"""Show progress on the driver: a tqdm bar on a terminal, plain lines elsewhere.
 
-Workers never print it: they do not know of it. Lines that are printed while bars stand at the
-bottom of the terminal go above them; without that, what a worker or a hook prints is written on to
-the bar's own line. Only a terminal is touched: a pipe, a file or a notebook gets what it always
-got. Other processes that inherit the streams (a fork of the driver) write through.
+Workers don't print progress. While bars are shown, stdout and stderr of the driver are redirected,
+so that the output of workers and hooks appears above the bars and not on the same line. Output to
+pipes, files and notebooks isn't redirected, and neither is that of forked processes.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
     from miniray.train.run.state import TrainState, TrainTarget
 
 _HIDDEN = ("epoch", "seconds", "synced")
-#: Counts that are in ``metrics.jsonl`` and that nobody watches; of ``val_num_samples`` likewise.
+#: Suffixes of metrics that are only written to ``metrics.jsonl``, such as ``val_num_samples``.
 _HIDDEN_ENDS = ("num_samples", "_bytes")
 
 
 class Steps:
-    """Counts ``count`` steps of something as they get done.
+    """Shows the progress of ``count`` steps.
 
-    On a terminal it is one tqdm bar with a note and the time left, below whatever else is printed
-    (``Terminal``). Elsewhere it is about ``lines`` lines in all, so that a log file stays readable.
-    ``enabled=False``: nothing at all. Writes to stderr; a stream that was closed ends the progress
-    and not the run.
+    On a terminal, this is a tqdm bar with a note and the remaining time, below all other output
+    (``Terminal``). Elsewhere, about ``lines`` lines are printed in total, which keeps log files
+    short. With ``enabled=False``, nothing is shown. Progress is written to stderr. If the stream is
+    closed, the run continues without progress.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Steps:
             )
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Say that ``count`` more steps are done."""
+        """Show that ``count`` more steps are complete."""
         before, self.done = self.done, self.done + count
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)
@@ -84,7 +83,7 @@ class Steps:
         return f"{self._label}: {self.done}/{self.count} {self._unit}  {note}".rstrip()
 
     def note(self, text: str) -> None:
-        """A line of its own, above the bar: what a reader should know now."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.terminal.write(f"{text}\n")
         else:
@@ -95,11 +94,11 @@ class Steps:
             return
         try:
             print(text, file=self._stream, flush=True)
-        except (OSError, ValueError):  # a closed pipe or file: nobody looks any more
+        except (OSError, ValueError):  # the pipe or file is closed
             self._enabled = False
 
     def close(self) -> None:
-        """Leave the bar as it is and the terminal as it was. Safe to call twice."""
+        """Leave the bar in its last state, and restore stdout and stderr. Safe to call twice."""
         bar, self._bar = self._bar, None
         if bar is None:
             return
@@ -133,7 +132,7 @@ class Progress(Steps):
 
     @classmethod
     def create(cls, state: TrainState, target: TrainTarget, unit: str, enabled: bool) -> Progress:
-        """Return the progress from ``state`` to ``target``; ``unit`` is what the loop counts."""
+        """Return the progress from ``state`` to ``target`` in epochs (called ``unit``) or steps."""
         if target.steps is not None:
             return cls(state.step, target.steps - state.step, unit="step", enabled=enabled)
         assert target.epochs is not None
@@ -152,7 +151,7 @@ class Progress(Steps):
 
 
 def describe(metrics: Mapping[str, Any]) -> str:
-    """The numbers in ``metrics`` as ``loss=0.1234 accuracy=0.98``; NaN and infinities show."""
+    """Format the numbers in ``metrics``, including NaN, as ``loss=0.1234 accuracy=0.98``."""
     parts = []
     for key, value in metrics.items():
         plain = number(value)
@@ -172,17 +171,17 @@ def _size(stream: TextIO) -> dict[str, Any]:
         columns = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):
         columns = 0
-    # A terminal that does not know its size: tqdm would take that for no room at all.
+    # If the size of the terminal is unknown, tqdm would assume a width of 0.
     return {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}
 
 
 @functools.cache
 def _bar_class() -> Any:
-    """tqdm with a lock of this process alone and without its monitor thread.
+    """Return a subclass of tqdm with a lock for this process only and without a monitor thread.
 
-    Its own lock is shared with forked children: one that is killed while holding it would hang this
-    process for ever. The thread is one more reason for a fork to be unsafe. On a class of our own,
-    so that bars of the user's keep what they have.
+    tqdm's default lock is shared with forked processes: if one is killed while holding it, this
+    process hangs forever. The monitor thread makes forks less safe. A subclass doesn't affect the
+    bars of user code.
     """
     from tqdm import tqdm
 
@@ -197,11 +196,11 @@ def _bar_class() -> Any:
         def format_meter(  # type: ignore[override]
             *, unit: str, postfix: str | None, ncols: int | None, **rest: Any
         ) -> str:
-            """As many metrics as leave room for the bar, and ``1.2 s/epoch``."""
+            """Format the bar with as many metrics as fit, and the rate as ``1.2 s/epoch``."""
             note = postfix or ""
             while ncols and note:
                 if len(tqdm.format_meter(unit=unit, postfix=note, **rest)) <= ncols:
-                    break  # with a bar of ten columns, which is the width where none is given
+                    break  # the default width of the bar is ten columns
                 note = note.rpartition(" ")[0]
             line = tqdm.format_meter(unit=unit, postfix=note, ncols=ncols, **rest)
             one = unit.strip().removesuffix("s")
@@ -217,10 +216,10 @@ def _bar_class() -> Any:
 
 
 class Terminal:
-    """stdout and stderr while bars of class ``bars`` are shown on ``stream``.
+    """Redirects stdout and stderr while bars of class ``bars`` are shown on ``stream``.
 
-    A line that is begun and not ended (``print(end="")``, a debugger's prompt) keeps the bars away
-    until it is complete.
+    Bars are hidden while the last line of output is incomplete, for example after
+    ``print(end="")`` or at the prompt of a debugger.
     """
 
     def __init__(self, stream: TextIO, bars: Any) -> None:
@@ -255,7 +254,7 @@ class Terminal:
         return [bar for bar in self._bars._instances if isinstance(bar, self._bars)]
 
     def release(self) -> None:
-        """Give stdout and stderr back, unless somebody else has replaced them since."""
+        """Restore stdout and stderr, unless other code has replaced them."""
         if self.line_is_open:
             self.write("\n")
         for name, above in self._replaced.items():
@@ -265,14 +264,14 @@ class Terminal:
 
 
 class _Above:
-    """A text stream that writes above the bars; everything else is the stream's own."""
+    """A text stream that writes above the bars. Other attributes are those of the stream."""
 
     def __init__(self, stream: TextIO, terminal: Terminal) -> None:
         self.stream = stream
         self._terminal = terminal
 
     def write(self, text: str) -> int:
-        if not text:  # somebody tries what the stream takes: click does it with bytes
+        if not text:  # click writes b"" to find out whether the stream accepts bytes
             return self.stream.write(text)
         self._terminal.write(text, self.stream)
         return len(text)
@@ -285,15 +284,15 @@ class _Above:
 
 
 def unwrap_stream(stream: TextIO) -> TextIO:
-    """The stream itself, where ``stream`` stands in for it."""
+    """Return the original stream if ``stream`` is redirected."""
     return stream.stream if isinstance(stream, _Above) else stream
 
 
 class StepBar:
-    """The steps of an epoch on a terminal, below the bar of epochs; elsewhere nothing.
+    """Shows the steps of an epoch below the bar of epochs, on terminals only.
 
-    The driver, which takes part in no barrier, creates it when all ranks have passed the barrier
-    before the first step.
+    The driver creates the bar when all ranks have passed the barrier before the first step. It
+    doesn't take part in the barrier.
     """
 
     def __init__(

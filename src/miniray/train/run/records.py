@@ -1,18 +1,18 @@
-"""What a run writes, so that whoever is killed leaves it readable: lines of JSON, and whole files.
+"""Write the files of a run so that they stay readable if the process is killed.
 
-A line is a record, written at once: a killed process leaves at most the last one torn. Readers pass
-over it, and the next writer begins on a line of its own. Written lines survive SIGKILL of the
-writer; those of the last seconds may be lost in a power cut.
+Records are lines of JSON, each written with one system call. A killed process leaves at most one
+incomplete line. Readers skip it, and the next writer starts a new line. Written lines survive
+SIGKILL of the writer, but the last seconds may be lost in a power failure.
 
-What JSON lacks is written by these rules, which ``from_json`` turns round:
+Values that JSON doesn't support are written by these rules, which ``from_json`` reverts:
 
-- NaN and the infinities are the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"``, so that any
-  JSON reader can take the line. A text that looks like one of them gets a backslash in front.
-- numpy and torch scalars, also as arrays of no dimension, become numbers.
+- NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, so that any JSON
+  parser can read the line. Strings that look like one of them get a leading backslash.
+- NumPy and torch scalars, including zero-dimensional arrays, become numbers.
 
-These come back as something simpler: tuples and small arrays (up to 1000 numbers) as lists, larger
-ones and other objects as a short text, keys as text. A record is never refused: an odd metric must
-not end a run.
+Other values are simplified: tuples and small arrays (up to 1000 numbers) become lists, larger
+arrays and other objects become short strings, and keys become strings. Writing a record never
+raises an error because of its values, since an unusual metric must not stop a run.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _DEEPEST = 50
 
 
 def number(value: Any) -> int | float | None:
-    """``value`` as a Python number if it is one, else None. Booleans count as 0 and 1.
+    """Return ``value`` as a Python number, or None if it isn't a number. Booleans are 0 and 1.
 
-    Python's, numpy's and torch's numbers are, and their arrays of no dimension; complex ones,
-    texts and arrays of one element are not.
+    Numbers of Python, NumPy and torch and zero-dimensional arrays are numbers. Complex numbers,
+    strings and arrays with one element aren't.
     """
-    if isinstance(value, numbers.Integral):  # also bool, and numpy's
+    if isinstance(value, numbers.Integral):  # including bool and NumPy integers
         return int(value)
     if isinstance(value, float):
         return float(value)
@@ -58,7 +58,7 @@ def number(value: Any) -> int | float | None:
 
 
 def as_float(value: Any) -> float:
-    """A number as a float: an infinity where it is beyond their range, as integers may be."""
+    """Return a number as a float. Integers that are out of range become an infinity."""
     try:
         return float(value)
     except OverflowError:
@@ -66,15 +66,15 @@ def as_float(value: Any) -> float:
 
 
 def finite(value: Any) -> float | None:
-    """``value`` as a float if it is a finite number, else None."""
+    """Return ``value`` as a float if it is a finite number, else None."""
     plain = number(value)
     return as_float(plain) if plain is not None and math.isfinite(as_float(plain)) else None
 
 
 def _array_shape(value: Any) -> tuple[int, ...] | None:
-    """The shape of a numpy array, numpy scalar or torch tensor; None for anything else."""
+    """Return the shape of a NumPy array, NumPy scalar or torch tensor, or None for other values."""
     for module, name in (("numpy", "ndarray"), ("numpy", "generic"), ("torch", "Tensor")):
-        # No object of a library that is not loaded can have come here.
+        # If a library isn't loaded, ``value`` can't be one of its objects.
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(value, kind):
             return tuple(value.shape)
@@ -82,14 +82,14 @@ def _array_shape(value: Any) -> tuple[int, ...] | None:
 
 
 def to_json(value: Any, depth: int = 0) -> Any:
-    """``value`` as JSON can hold it; see the module for the rules. Never raises."""
+    """Convert ``value`` to values that JSON supports; see the module for the rules. Never raise."""
     if value is None or isinstance(value, bool):
         return value
     plain = number(value)
     if isinstance(plain, float) and not math.isfinite(plain):
         return "NaN" if math.isnan(plain) else "Infinity" if plain > 0 else "-Infinity"
     if isinstance(plain, int) and plain.bit_length() > _LONGEST_INT:
-        return hex(plain)  # Python refuses to write these in decimal
+        return hex(plain)  # Python doesn't convert integers of this size to decimal
     if plain is not None:
         return plain
     if isinstance(value, str):
@@ -104,7 +104,7 @@ def to_json(value: Any, depth: int = 0) -> Any:
         try:
             if math.prod(shape) <= _LARGEST_ARRAY:
                 return to_json(value.tolist(), depth + 1)
-        except Exception:  # sparse, quantised, on a device that is gone: it is named instead
+        except Exception:  # for example a sparse or quantized tensor: only describe it
             pass
         return f"<{type(value).__name__} {value.dtype} {list(shape)}>"
     return _short_text(value)
@@ -121,7 +121,7 @@ def _short_text(value: Any) -> str:
 
 
 def simplify(value: Any) -> Any:
-    """``value`` as it would come back from a record: plain values only, fit for a checkpoint."""
+    """Return ``value`` as it would be read from a record, with plain values only."""
     return from_json(to_json(value))
 
 
@@ -130,15 +130,15 @@ def dump_line(record: Mapping[str, Any]) -> bytes:
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Add a line. Raises ``OSError`` naming ``path`` where the disk is full."""
+    """Append a line. Raise ``OSError`` with ``path`` if writing fails, as on a full disk."""
     line = dump_line(record)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line  # a writer before was killed in mid-line
+            line = b"\n" + line  # an earlier writer was killed while it wrote a line
         written = os.write(descriptor, line)
-        if written < len(line):  # the rest of the reason comes with the rest of the line
+        if written < len(line):  # writing the rest raises the error
             os.write(descriptor, line[written:])
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -147,28 +147,27 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return all whole records; [] if there is no file. Warn about damaged lines.
+    """Return all complete records, or [] if the file doesn't exist. Warn about damaged lines.
 
-    May be called while another process writes.
+    A different process may write at the same time.
     """
     try:
         found, damaged = files.read_records(path)
     except FileNotFoundError:
         return []
     if damaged:
-        warnings.warn(f"{path}: passed over damaged lines {damaged}", stacklevel=2)
+        warnings.warn(f"{path}: skipped damaged lines {damaged}", stacklevel=2)
     return found
 
 
-# -- files that are whole or not there: written aside, flushed to disk, renamed into place ---------
+# -- atomic writes: write a temporary file, flush it to disk and rename it -------------------------
 
 
 def replace_path(path: Path, write: Callable[[Path], object]) -> None:
-    """Give ``path`` the content of the file that ``write(where)`` makes.
+    """Replace ``path`` with the file that ``write(temporary_path)`` creates.
 
-    If anything raises, or the machine stops, ``path`` is as it was: a reader sees the old content
-    or all of the new one. A killed process may leave ``.<name>.<pid>.partial`` behind, which
-    nobody reads.
+    The replacement is atomic: if writing fails or the machine crashes, ``path`` is unchanged. A
+    killed process may leave a file ``.<name>.<pid>.partial``, which is never read.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)
@@ -189,7 +188,7 @@ def replace_text(path: Path, text: str) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Have the file's content on the disk itself."""
+    """Flush the contents of a file to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What ``train()`` returns: the run's figures, as a mapping and as attributes."""
+"""``TrainResult``, which ``train()`` returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Best", "TrainResult", "better_direction"]
 
-#: Words in a metric's name that mean more is better. Everything else is taken for a loss.
+#: Words in the names of metrics for which higher is better. Other metrics are treated as losses.
 _MORE_IS_BETTER = re.compile(
     r"acc|accuracy|auc|auroc|bleu|correct|dice|f1|iou|map|precision|psnr|r2|recall|returns?"
     r"|rewards?|rouge|scores?|speedup|ssim|success|throughput|top\d+"
@@ -39,7 +39,7 @@ def better_direction(metric: str, mode: str = "auto") -> str:
 
 
 class Best(NamedTuple):
-    """The best value of a metric, and the epoch it was reached in (the first, of equals)."""
+    """The best value of a metric, and the first epoch that reached it."""
 
     value: float
     epoch: int
@@ -97,11 +97,11 @@ class TrainResult(Mapping[str, Any]):
         best = self._best(metric, mode)
         if best is None:
             known = ", ".join(self._metric_names()) or "none"
-            raise KeyError(f"no epoch has a number for {metric!r}; there are: {known}")
+            raise KeyError(f"no epoch has a number for {metric!r}. Available metrics: {known}")
         return self.history[best[1]]
 
     def _best(self, metric: str, mode: str = "auto") -> tuple[float, int] | None:
-        """The best value and the place of its record, the first of equals; NaN is none."""
+        """Return the best value and the index of its first record, or None. Ignore NaN."""
         sign = -1 if better_direction(metric, mode) == "max" else 1
         numbers = ((number(record.get(metric)), i) for i, record in enumerate(self.history))
         values = [(sign * value, i) for value, i in numbers if value is not None and value == value]
@@ -109,7 +109,7 @@ class TrainResult(Mapping[str, Any]):
         return None if place < 0 else (sign * signed, place)
 
     def _metric_names(self) -> list[str]:
-        """Fields that are a number in some epoch, in order of appearance."""
+        """Return the names of fields that are a number in any epoch, in order of appearance."""
         items = (item for record in self.history for item in record.items())
         return list(dict.fromkeys(key for key, value in items if number(value) is not None))
 
@@ -121,7 +121,7 @@ class TrainResult(Mapping[str, Any]):
         except KeyError:
             known = ", ".join(self.metrics) or "none: no epoch was trained"
             raise KeyError(
-                f"{key!r} is not a metric of the last epoch ({known}); all epochs are in .history"
+                f"{key!r} isn't a metric of the last epoch ({known}). For all epochs, see .history"
             ) from None
 
     def __iter__(self) -> Iterator[str]:

@@ -117,7 +117,7 @@ class RankState:
     samples: int = 0
 
     def start_epoch(self, epoch: int) -> None:
-        """Set the position to the start of an epoch, or leave it inside of this epoch."""
+        """Set the position to the start of an epoch, unless it is already inside this epoch."""
         if epoch != self.epoch or not self.step_in_epoch:
             self.epoch, self.step_in_epoch, self.samples = epoch, 0, 0
 

@@ -13,7 +13,7 @@ _RATE = 1.0
 
 
 class LogWindow(NamedTuple):
-    """What a rank reports of the steps since its last report.
+    """The report of a rank about the steps since its last report.
 
     Attributes:
         step: The last of these steps; completed steps of the run.

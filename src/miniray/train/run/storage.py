@@ -21,9 +21,9 @@ from miniray.train.run.checkpoint_format import (
 
 
 class CheckpointStorage(Protocol):
-    """Where copies of checkpoints are kept. One process writes; any number may read."""
+    """Storage for copies of checkpoints. Only one process may write; any number may read."""
 
-    #: What messages call it.
+    #: Name of the storage in messages.
     url: str
 
     def list(self) -> Sequence[CheckpointInfo]:

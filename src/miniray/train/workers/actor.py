@@ -13,7 +13,7 @@ from miniray.train.workers.shards import TrainData, find_kind, give_data, is_loa
 
 
 class WorkerActor:
-    """Wrapper of a worker of ``DataParallelTrainer(data=...)``; see ``ActorClass.wrap_with``.
+    """Wraps a worker of ``DataParallelTrainer(data=...)``; see ``ActorClass.wrap_with``.
 
     Attributes:
         user: The user's object.
@@ -21,7 +21,7 @@ class WorkerActor:
 
     def __init__(self, user: Any) -> None:
         self.user = user
-        self._shard: Any = None  # whose position is known
+        self._shard: Any = None  # set if its position can be saved
         self._stream: Any = None
 
     def assign_data(self, data: TrainData, shard_id: int, num_shards: int, **kwargs: Any) -> None:
@@ -69,12 +69,12 @@ class WorkerActor:
         return result, self.get_shard_state()
 
     def get_shard_state(self) -> dict[str, Any] | None:
-        """Return the position in the shard. None if it has none."""
+        """Return the position in the shard, or None if it can't be saved."""
         if self._shard is None:
             return None
         state: dict[str, Any] = self._shard.state_dict()
         return state
 
     def load_shard_state(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position that was merged from all workers."""
+        """Continue at a position that was merged from those of all workers."""
         self._shard.load_state_dict(state)

@@ -1,19 +1,20 @@
-"""The workers' results of an epoch as one: means that are means, and nothing dropped in silence.
+"""Combine the results of all workers after an epoch.
 
-The rule, field by field:
+Rules for each field:
 
-- A field that is a number on every worker that has it (Python's, numpy's, torch's, arrays of no
-  dimension; booleans as 0 and 1, so their mean is a share) is averaged.
-- If every worker reports ``num_samples``, means are weighted by it and the field itself is summed.
-  A worker with 0 samples then has no part in means; if all have 0, all count the same.
-- Anything else is kept if it is equal on all workers that have it, and is otherwise a list in order
-  of worker ids.
-- A field that only some workers report is made from those, and ``partial[field]`` lists their ids.
-- NaN and infinities make the mean what they make it, and ``nonfinite[field]`` lists the ids of the
-  workers they came from.
+- A field that is a number on every worker that reports it is averaged. This includes numbers of
+  NumPy and torch, zero-dimensional arrays, and booleans, whose mean is a share.
+- If every worker reports ``num_samples``, it is summed, and means are weighted by it. Workers with
+  0 samples don't affect the means. If all workers have 0 samples, all have the same weight.
+- Other values are kept if they are equal on all workers that report them. Otherwise, the field is a
+  list in the order of worker IDs.
+- If only some workers report a field, their values are combined, and ``partial[field]`` lists the
+  worker IDs.
+- NaN and infinities aren't excluded from means. ``nonfinite[field]`` lists the IDs of the workers
+  that reported them.
 
-``partial`` and ``nonfinite`` are there only if they have something to say, and are not for workers
-to use.
+``partial`` and ``nonfinite`` are only present if they aren't empty. Workers must not use these
+names.
 """
 
 from __future__ import annotations
@@ -68,16 +69,15 @@ def _check(worker: int, result: Any) -> None:
     if not isinstance(result, Mapping):
         what = "None" if result is None else f"{type(result).__qualname__} {result!r:.80}"
         raise TypeError(
-            f"worker {worker} returned {what} from its epoch; it must return a dict of results, "
-            'such as {"loss": loss.item()}'
+            f"worker {worker}: an epoch must return a dict of results, such as "
+            f'{{"loss": loss.item()}}, not {what}'
         )
     for field in result:
         if not isinstance(field, str):
-            raise TypeError(f"worker {worker} returned the field {field!r}: names must be texts")
+            raise TypeError(f"worker {worker}: names of results must be strings, not {field!r}")
         if field in RESERVED:
             raise ValueError(
-                f"worker {worker} returned a field {field!r}, which miniray uses itself to say "
-                "what is odd about the workers' results: choose another name"
+                f"worker {worker} returned the reserved field {field!r}. Choose a different name"
             )
 
 
@@ -87,22 +87,22 @@ def _weights(results: Sequence[Mapping[str, Any]]) -> list[float]:
             count = number(result[SAMPLES])
             if count is None or not _is_finite(count) or count < 0:
                 shown = f"{SAMPLES}={result[SAMPLES]!r}"
-                raise ValueError(f"worker {worker} returned {shown}: it must be a number >= 0")
+                raise ValueError(f"worker {worker} returned {shown}, which must be a number >= 0")
     if not all(SAMPLES in result for result in results):
         return [1.0] * len(results)
     return [float(number(result[SAMPLES]) or 0) for result in results]
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float:
-    """The weighted mean; where all weights are 0, the plain one."""
+    """Return the weighted mean, or the unweighted mean if all weights are 0."""
     if not any(weight for _, weight in pairs):
         pairs = [(value, 1.0) for value, _ in pairs]
     pairs = [(value, weight) for value, weight in pairs if weight]
     total = math.fsum(weight for _, weight in pairs)
     try:
-        # Exact sums: the result does not depend on the order of the workers.
+        # fsum is exact, so the result doesn't depend on the order of the workers.
         return math.fsum(value * weight for value, weight in pairs) / total
-    except (OverflowError, ValueError):  # beyond the range of floats; infinities of both signs
+    except (OverflowError, ValueError):  # out of range, or infinities of both signs
         return sum(value * (weight / total) for value, weight in pairs)
 
 
@@ -119,7 +119,7 @@ def _equal(a: Any, b: Any) -> bool:
         if hasattr(same, "all"):  # arrays compare element by element, if at all
             return a.shape == b.shape and bool(same.all())
         return bool(same)
-    except Exception:  # a user's __eq__, arrays inside of containers: then all are shown
+    except Exception:  # for example a user's __eq__, or arrays in containers
         return False
 
 

@@ -39,8 +39,8 @@ def check_mode(mode: str, staleness: int | None, data: Any) -> None:
             raise ValueError('staleness needs mode="async"')
     if data is not None and mode == "async":
         raise ValueError(
-            'data= needs mode="sync": workers that do not wait for each other are in different '
-            "epochs, and no state of the data is right for all; shard it in load_data_shard"
+            'data= needs mode="sync", because workers that don\'t wait for each other have no '
+            'common position in the data. To use mode="async", shard the data in load_data_shard'
         )
 
 
@@ -52,14 +52,14 @@ class _Step:
     epoch: int
     began: float
     weights: Any = None
-    result: Any = None  # of the epoch whose weights they are
+    result: Any = None  # of the epoch, while its weights are pushed
 
 
 class AsyncSync(SyncPolicy):
     """Keep every worker busy, and return results epoch by epoch; see the module.
 
     Args:
-        staleness: How many syncs a worker may be ahead of the slowest. None: no limit.
+        staleness: Number of syncs that a worker may be ahead of the slowest. Default: no limit.
     """
 
     mode = "async"
@@ -68,12 +68,12 @@ class AsyncSync(SyncPolicy):
         server_options = {**options.pop("server_options", {}), "num_workers": num_workers}
         super().__init__(num_workers, server_options=server_options, **options)
         self.staleness = staleness
-        self._next = [0] * num_workers  # the epoch each worker does next
+        self._next = [0] * num_workers  # the next epoch of each worker
         self._end = 0
         self._kwargs: Mapping[str, Any] = {}
         self._results: dict[int, dict[int, Any]] = {}  # by epoch, by worker
         self._running: dict[Any, _Step] = {}
-        self._given: dict[int, Any] = {}  # by worker: weights on their way to it
+        self._given: dict[int, Any] = {}  # pending ``set_weights`` calls by worker
 
     def start(self, group: WorkerGroup) -> None:
         """Start the server, with no worker training yet."""
@@ -104,7 +104,7 @@ class AsyncSync(SyncPolicy):
         return [found[i] for i in range(self.num_workers)]
 
     def pause(self) -> None:
-        """Let every worker finish its epoch, and wait for it."""
+        """Wait until every worker has finished its current epoch."""
         while self._running:
             self._advance()
         for worker in list(self._given):
@@ -185,7 +185,7 @@ class AsyncSync(SyncPolicy):
         for ref in self._workers.some_ready({ref: s.began for ref, s in self._running.items()}):
             step, method = self._running.pop(ref), "set_weights"
             try:
-                if step.worker in self._given:  # before the epoch, and may be where it hangs
+                if step.worker in self._given:  # runs before the epoch, and can hang as well
                     self._workers.outcome(self._given.pop(step.worker))
                 method = "train_epoch"
                 value = self._workers.outcome(ref)
@@ -207,7 +207,7 @@ class AsyncSync(SyncPolicy):
             self._next[step.worker] = step.epoch + 1
 
     def _replace_lost(self, step: _Step, error: Exception, method: str) -> None:
-        """Replace the worker and let the new one repeat the epoch, or raise."""
+        """Replace the worker and let the replacement repeat the epoch, or raise the error."""
         if step.weights is not None:
             method = "get_weights"
             try:

@@ -18,7 +18,7 @@ _POLL_INTERVAL_S = 0.2
 
 
 class Decision(enum.Enum):
-    """What to do after a failure."""
+    """Reaction to a failure."""
 
     RETRY = "retry"
     RAISE = "raise"
@@ -34,8 +34,8 @@ def is_loss(error: BaseException) -> bool:
 class FailureBudget:
     """Counts lost workers, up to ``max_failures`` of which are repaired.
 
-    A worker is lost if its process died, or if it hung or was too slow. Exceptions of user code, in
-    ``__init__`` too, aren't losses: they would be raised again.
+    A worker is lost if its process crashed, hung or exceeded a timeout. Exceptions of user code,
+    including ``__init__``, aren't losses, because they would be raised again.
     """
 
     def __init__(self, max_failures: int) -> None:
@@ -52,9 +52,9 @@ class FailureBudget:
         """Count a loss, and decide whether to repair it. Other errors are raised.
 
         Args:
-            error: What happened.
-            is_repairing: It happened while an earlier loss was repaired. If a node was lost
-                meanwhile, both are one failure.
+            error: The error of the failure.
+            is_repairing: Whether an earlier loss was being repaired. If a node was lost, both
+                losses count as one failure.
         """
         if not is_loss(error):
             return Decision.RAISE

@@ -2,11 +2,11 @@
 
 With ``data=``, each worker takes its shard; see ``shards``. The trainer reads the position of
 shards of ``miniray.data`` after every epoch, for checkpoints and replacements. The positions of all
-workers merge into one, from which any number of workers can continue: every row of an epoch is
-trained exactly once. Other data starts anew with each epoch, so it has no position.
+workers are merged into one, from which any number of workers can continue, so that every row of an
+epoch is used exactly once. Other data starts again with each epoch, so it has no position.
 
-The position is part of the answer that contains the result of an epoch. A worker that is lost
-before its answer repeats the rows of the epoch. One that is lost after it doesn't.
+Workers return the position together with the result of an epoch. If a worker is lost before it
+returns, its replacement repeats the rows of the epoch; if it is lost afterwards, it doesn't.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Distributed evaluation: every sample exactly once, sums and counts instead of means of means.
+"""Distributed evaluation, in which every sample is used exactly once.
 
-A worker's ``evaluate`` returns a dict. Each value is either a pair ``(sum, count)``, combined as
-the sum of sums over the sum of counts, or a mean over the worker's samples, weighted by how many
-there were: ``num_samples`` in the result, or the length of the shard where the trainer cut the
-data. So no padding and no unequal shards can shift the result.
+A worker's ``evaluate`` returns a dict. Each value is either a pair ``(sum, count)`` or a mean over
+the worker's samples. Pairs are combined as the sum of sums divided by the sum of counts. Means are
+weighted by the number of samples: ``num_samples`` in the result, or the length of the shard if the
+trainer has sharded the data. Results are therefore exact, even if shards have different lengths.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 
 def cut(data: Any, shard_id: int, num_shards: int) -> tuple[Any, int]:
-    """(one shard of ``data``, its length). Columns, in a dict or a tuple of arrays, are cut alike.
+    """Return (a shard of ``data``, its length). Columns can be in a dict or a tuple of arrays.
 
-    ``TypeError`` for what has no rows to be cut, such as a loader.
+    Raises:
+        TypeError: ``data`` can't be sliced, such as a loader.
     """
     columns = _columns(data)
     if columns is not None:
@@ -33,17 +34,17 @@ def cut(data: Any, shard_id: int, num_shards: int) -> tuple[Any, int]:
         parts = {key: _slice(column, low, high) for key, column in columns.items()}
         return parts if isinstance(data, Mapping) else tuple(parts.values()), high - low
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        hint = ": give its dataset" if hasattr(data, "dataset") else ""
+        hint = ". Pass its dataset" if hasattr(data, "dataset") else ""
         raise TypeError(
-            f"data must have len() and [], as a list, an array or a dataset has; it is a "
-            f"{type(data).__name__}{hint}"
+            f"data must have len() and support indexing, like a list, an array or a dataset, "
+            f"but it is a {type(data).__name__}{hint}"
         )
     low, high = split_evenly(len(data), shard_id, num_shards)
     return _slice(data, low, high), high - low
 
 
 def _columns(data: Any) -> Mapping[Any, Any] | None:
-    """The columns of data that is given by columns; None for rows."""
+    """Return the columns of ``data``, or None if it consists of rows."""
     if isinstance(data, Mapping):
         return data
     by_column = isinstance(data, tuple) and all(getattr(column, "shape", ()) for column in data)
@@ -54,19 +55,19 @@ def _slice(data: Any, low: int, high: int) -> Any:
     if _knows_slices(data):
         try:
             return data[low:high]
-        except (TypeError, KeyError, IndexError, ValueError):  # it knows single rows only
+        except (TypeError, KeyError, IndexError, ValueError):  # it supports only single rows
             pass
     rows = range(low, high)
-    if hasattr(data, "__getitems__"):  # several at once, as torch's loader asks for them
+    if hasattr(data, "__getitems__"):  # reads several rows at once, like torch's loader
         return data.__getitems__(list(rows))
     return [data[i] for i in rows]
 
 
 def _knows_slices(data: Any) -> bool:
-    """Whether ``data[low:high]`` may be asked for.
+    """Return whether ``data`` can be sliced.
 
-    Not of a torch dataset of the user's: what that makes of a slice may look like rows, and be
-    something else. Tensors in a ``TensorDataset`` come as a tuple of columns.
+    Users' torch datasets aren't sliced, because they may return something else than rows for a
+    slice. A slice of a ``TensorDataset`` is a tuple of columns.
     """
     torch_data = sys.modules.get("torch.utils.data")
     if torch_data is None or not isinstance(data, torch_data.Dataset):
@@ -79,21 +80,24 @@ def _knows_slices(data: Any) -> bool:
 def evaluate_on(
     group: WorkerGroup, data: Any, kwargs: Mapping[str, Any], epoch: int | None = None
 ) -> dict[str, Any]:
-    """Call ``evaluate`` on all workers that have samples, and combine what they return.
+    """Call ``evaluate`` on all workers that have samples, and combine the results.
 
-    A worker that is lost is replaced within ``max_failures`` and evaluates again. Raises what a
-    worker raised, with its id; ``TypeError`` where workers cannot evaluate and ``ValueError`` where
-    a mean comes without the number of samples behind it.
+    A lost worker is replaced within ``max_failures`` and evaluates again. Errors of workers are
+    raised with the worker ID.
+
+    Raises:
+        TypeError: The worker class has no ``evaluate``.
+        ValueError: A worker returned a mean without the number of samples.
     """
     if not group.has("evaluate"):
         name = group.handles[0]._info.class_name
         raise TypeError(
-            f"worker class {name} has no evaluate(); give it one that returns "
-            '{"loss": (sum, count), ...} or means together with "num_samples"'
+            f"worker class {name} has no evaluate(). Implement it, and return "
+            '{"loss": (sum, count), ...}, or means together with "num_samples"'
         )
     count = len(group.handles)
     rows = [(None, None) if data is None else cut(data, i, count) for i in range(count)]
-    # Where there is nothing to evaluate: a mean over nothing is no number.
+    # Skip workers without samples, whose means would be undefined.
     busy = [worker_id for worker_id, (_, samples) in enumerate(rows) if samples != 0]
 
     def submit(worker_id: int) -> Any:
@@ -108,7 +112,7 @@ def evaluate_on(
 
 
 def combine(results: Sequence[tuple[int, int | None, Any]]) -> dict[str, Any]:
-    """One result of (worker id, length of its shard if known, what it returned)."""
+    """Combine the results of workers: (worker ID, length of the shard if known, scores)."""
     totals: dict[str, list[tuple[float, float]]] = {}
     told = 0
     for worker_id, samples, scores in results:
@@ -116,7 +120,7 @@ def combine(results: Sequence[tuple[int, int | None, Any]]) -> dict[str, Any]:
             raise TypeError(f"worker {worker_id}: evaluate() must return a dict, not {scores!r}")
         weight = scores.get("num_samples", samples)
         if weight == 0 and len(scores) <= ("num_samples" in scores):
-            continue  # it had no samples, and says nothing else
+            continue  # the worker had no samples and returned no scores
         told += 1
         for key, value in scores.items():
             if key == "num_samples":
@@ -125,7 +129,7 @@ def combine(results: Sequence[tuple[int, int | None, Any]]) -> dict[str, Any]:
     combined: dict[str, Any] = {}
     for key, pairs in totals.items():
         if len(pairs) != told:
-            raise ValueError(f"evaluate(): only {len(pairs)} of {told} workers gave {key!r}")
+            raise ValueError(f"evaluate(): only {len(pairs)} of {told} workers returned {key!r}")
         number = math.fsum(c for _, c in pairs)
         combined[key] = math.fsum(s for s, _ in pairs) / number if number else math.nan
     known = [scores.get("num_samples", samples) for _, samples, scores in results]
@@ -139,15 +143,15 @@ def _sum_and_count(worker_id: int, key: str, value: Any, weight: Any) -> tuple[f
         if isinstance(value, (tuple, list)) and len(value) == 2:
             return float(value[0]), float(value[1])
         mean = float(value)
-    except (TypeError, ValueError, RuntimeError):  # the last is torch's, of many numbers
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several values
         raise TypeError(
-            f"worker {worker_id}: evaluate() gave {key!r} as {value!r:.80}; it must be a number, "
-            "the mean over the worker's samples, or a pair (sum, count)"
+            f"worker {worker_id}: {key!r} of evaluate() must be a number (the mean over the "
+            f"worker's samples) or a pair (sum, count), not {value!r:.80}"
         ) from None
     if weight is None:
         raise ValueError(
-            f"worker {worker_id}: evaluate() gave {key!r} without the number of samples behind it; "
-            'return (sum, count) or add "num_samples"'
+            f"worker {worker_id}: evaluate() returned {key!r} without the number of samples. "
+            'Return (sum, count), or add "num_samples"'
         )
-    # A mean over nothing is NaN, and counts for nothing.
+    # The mean over no samples is NaN and is ignored.
     return (mean * float(weight), float(weight)) if weight else (0.0, 0.0)

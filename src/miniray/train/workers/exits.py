@@ -1,9 +1,9 @@
-"""How each worker's process of a failed run ended, where the doctor looks for it.
+"""Record for the doctor how each worker process of a failed run ended.
 
-The workers are ended by the trainer, so none of them can say. The one whose error ended the run
-gets that error into its black box; the others are noted as ended by their launcher, so that nobody
-takes them for the cause. Called when the processes are gone. A worker without a box (on another
-machine, say) is left out; one that wrote its own end is believed.
+The trainer terminates the workers, so they can't record this themselves. The error that stopped the
+run is written to the flight recorder of its worker. The other workers are recorded as terminated by
+their launcher, so that they aren't reported as the cause. Workers without a flight recorder, for
+example on a different machine, are skipped. An exit that a worker has recorded itself is kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<functio
 
 
 def record_ends(ranks: Path, error: BaseException) -> None:
-    """Write down for every box in ``ranks`` how its process ended in a run that ``error`` ended."""
+    """Record for each flight recorder in ``ranks`` how its process ended, after ``error``.
+
+    Call it after the processes have exited.
+    """
     fields = vars(error) if isinstance(error, MinirayError) else {}
     guilty = fields.get("rank", fields.get("worker"))
     signal, code = fields.get("signal"), fields.get("exit_code")
@@ -42,19 +45,19 @@ def record_ends(ranks: Path, error: BaseException) -> None:
 
 
 def _note(box: Path, **seen: Any) -> None:
-    """What the launcher saw of the process's end."""
+    """Write how the process ended, as seen by the launcher."""
     text = json.dumps({"code": None, "at": time.time(), **seen})
     runfile.replace_text(box.with_suffix(".exit"), text + "\n")
 
 
 def _exception(error: BaseException) -> dict[str, Any]:
-    """``error`` as a rank would have written it, with worker and epoch in its first line."""
+    """Return the record of ``error``, as its rank would write it, with the epoch and step added."""
     cause: Any = error
     while isinstance(cause, TaskError) and cause.cause is not None:
         cause = cause.cause
     trace = error.remote_traceback if isinstance(error, TaskError) else ""
     last = trace.rstrip().rpartition("\n")[2]
-    # One that could not travel is known by the last line of its traceback.
+    # If the exception couldn't be pickled, the last line of its traceback has type and message.
     kind, message = type(cause).__qualname__, str(cause)
     if isinstance(cause, TaskError):
         kind, _, message = last.partition(": ")
@@ -75,14 +78,14 @@ def _exception(error: BaseException) -> dict[str, Any]:
 
 
 def _site(trace: str) -> list[Any] | None:
-    """The innermost line of the user's own code, else the innermost line."""
+    """Return the innermost frame of user code, or else the innermost frame."""
     frames = [(f["file"], int(f["line"]), f["function"]) for f in _FRAME.finditer(trace)]
     users = [frame for frame in frames if sites.is_users(frame[0])]
     return list((users or frames)[-1]) if frames else None
 
 
 def _write(path: Path, end: dict[str, Any]) -> None:
-    """Into the box of a process that is gone: nobody else writes to it any more."""
+    """Write ``end`` to the flight recorder of a process that has exited."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         box = Box(path, mmap.mmap(descriptor, layout.BOX_SIZE))

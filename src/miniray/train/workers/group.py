@@ -371,9 +371,9 @@ def add_worker_context(
 
 
 def add_error_context(error: Exception, where: str, meant: str = "") -> Exception:
-    """``error`` with ``where`` before its text, if it is one of miniray's; of the same types.
+    """Return ``error`` with ``where`` before its message if it is miniray's. Types are kept.
 
-    ``meant`` comes after its text, unless the worker's code raised it.
+    ``meant`` is added after the message, unless the error is an exception of user code.
     """
     if isinstance(error, TaskError):
         owner, dot, method = error.function.rpartition(".")

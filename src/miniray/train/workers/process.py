@@ -112,7 +112,7 @@ class ObjectStoreGauge:
 
 
 def set_up_rank() -> Callable[[Any], None] | None:
-    """Prepare the process of a rank: its progress bars, and what every worker has."""
+    """Prepare the process of a rank: its progress bars, and the setup of every worker."""
     tame_tqdm(int(os.environ[actors.RANK]))
     return set_up_worker()
 

@@ -1,7 +1,7 @@
-"""What ``data=`` of a trainer accepts, and the loaders that workers get of it.
+"""Check the argument ``data`` of a trainer, and create the loaders of workers from it.
 
-The trainer sends its data to the workers through the object store, once for all of them: a dataset
-of files as a few hundred bytes, one in memory with its rows. Each worker then takes its own shard.
+The trainer puts its data into the object store once for all workers. For a dataset of files, these
+are a few hundred bytes; an in-memory dataset includes its rows. Each worker selects its shard.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def give_data(
     has_own_load: bool,
     format: Any = "torch",
 ) -> Any:
-    """Set the loaders of a worker, or call its own ``load_data_shard`` with the shard as ``data``.
+    """Set the loaders of a worker, or call its ``load_data_shard`` with the shard as ``data``.
 
     Filters and caches of ``miniray.data`` are prepared. Return the shard, or the loader, which
     isn't sharded yet if it is torch's over all rows.
@@ -291,14 +291,14 @@ def give_data(
     Raises:
         TypeError: ``load_data_shard`` doesn't accept ``data``.
         ValueError: The worker has set one of the loaders itself, or ``batch_size`` is missing or
-            passed in vain.
+            has no effect.
     """
     size = kwargs.get("batch_size", data.batch_size)
     for option, given in (("data", data.data), ("val_data", data.val_data)):
         name = "train_loader" if option == "data" else "val_loader"
         if given is not None and getattr(user, name, None) is not None:
             raise ValueError(
-                f"{type(user).__name__} sets self.{name}, and the trainer has {option}=. Leave out "
+                f"{type(user).__name__} sets self.{name}, and the trainer has {option}=. Use only "
                 "one of them"
             )
     if data.val_data is not None:

@@ -1,4 +1,4 @@
-"""The pieces of ``TorchWorker``: shards of a loader, batches, means, what is to be saved."""
+"""Functions of ``TorchWorker``: sharding of loaders, batches, means and state."""
 
 from __future__ import annotations
 
@@ -47,33 +47,33 @@ def shard(loader: Any, shard_id: int, num_shards: int) -> Any:
     if not isinstance(loader, DataLoader):
         problem = f"it is a {type(loader).__name__}"
     elif isinstance(loader.dataset, IterableDataset):
-        problem = "its dataset can only be iterated"
+        problem = "its dataset is an IterableDataset"
     elif loader.batch_size is None:
-        problem = "it has no batch_size, or a batch sampler of its own"
+        problem = "it has no batch_size, or a custom batch sampler"
     elif type(loader.sampler) not in (RandomSampler, SequentialSampler) or (
         isinstance(loader.sampler, RandomSampler)
         and (loader.sampler.replacement or len(loader.sampler) != len(loader.dataset))
     ):
-        problem = "it has a sampler of its own"
+        problem = "it has a custom sampler"
     if problem:
         raise TypeError(
-            f"the rows of this loader cannot be dealt out to workers: {problem}; give the worker a "
-            "load_data_shard(self, shard_id, num_shards) that makes self.train_loader"
+            f"this loader can't be sharded: {problem}. Implement load_data_shard(self, shard_id, "
+            "num_shards) in the worker, and create self.train_loader there"
         )
     rows = Subset(loader.dataset, range(shard_id, len(loader.dataset), num_shards))
     sampler: Any = SequentialSampler(rows)
     if isinstance(loader.sampler, RandomSampler) and len(rows):
         sampler = RandomSampler(rows, generator=loader.sampler.generator)
     batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
-    # Not made anew, for a subclass may want arguments of its own. A loader refuses the assignments.
-    # Processes that it has running (persistent_workers) are of all rows.
+    # Copy the loader, because a subclass may need further arguments. A loader doesn't allow the
+    # assignments. Its running processes (persistent_workers) have all rows.
     own = copy.copy(loader)
     vars(own).update(dataset=rows, sampler=sampler, batch_sampler=batches, _iterator=None)
     return own
 
 
 def describe_custom_sampling(loader: Any) -> str:
-    """Return what decides on the samples of a loader besides miniray; "" if there is nothing."""
+    """Return a description of the custom sampling of a loader, or "" if it has none."""
     from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
     sampler = loader.sampler
@@ -82,14 +82,14 @@ def describe_custom_sampling(loader: Any) -> str:
     if loader.batch_sampler is None:
         return "batch_size=None"
     if loader.batch_size is None:
-        return f"a batch sampler of its own ({type(loader.batch_sampler).__qualname__})"
+        return f"a custom batch sampler ({type(loader.batch_sampler).__qualname__})"
     if type(sampler) is SequentialSampler or (
         type(sampler) is RandomSampler
         and not sampler.replacement
         and sampler.num_samples == len(loader.dataset)
     ):
         return ""
-    return f"a sampler of its own ({type(sampler).__qualname__})"
+    return f"a custom sampler ({type(sampler).__qualname__})"
 
 
 def is_shardable(data: Any) -> bool:
@@ -98,7 +98,7 @@ def is_shardable(data: Any) -> bool:
 
 
 def is_over_shard(loader: Any) -> bool:
-    """Return whether a torch loader reads a dataset of miniray.data that is sharded already."""
+    """Return whether a torch loader reads a dataset of miniray.data that is already sharded."""
     data: Any = getattr(loader, "dataset", None)
     return is_shardable(data) and bool(data.is_sharded)
 
@@ -114,7 +114,7 @@ def check_not_started(data: Any, name: str, num_shards: int) -> None:
 
 
 def loader_over(data: Any, like: Any) -> Any:
-    """Batches of ``data``: a dataset, a sequence of rows, or columns of tensors."""
+    """Return a loader of ``data``: a dataset, a sequence of rows, or columns of tensors."""
     import torch
     from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
@@ -128,7 +128,7 @@ def loader_over(data: Any, like: Any) -> Any:
 
 
 def loader_state(loader: Any, has_position: bool = True) -> dict[str, Any]:
-    """Return the loader's position, if it has one of its own, and its random numbers."""
+    """Return the loader's position, if it has a ``state_dict``, and its random state."""
     own = loader.state_dict() if has_position and hasattr(loader, "state_dict") else None
     generator = getattr(loader, "generator", None)
     return {
@@ -140,7 +140,7 @@ def loader_state(loader: Any, has_position: bool = True) -> dict[str, Any]:
 
 def load_loader_state(loader: Any, state: Mapping[str, Any]) -> None:
     if state.get("running") and getattr(loader, "persistent_workers", False):
-        iter(loader)  # its processes were running: starting them later would draw random numbers
+        iter(loader)  # start its processes now, because starting them draws random numbers
     if state["own"] is not None and hasattr(loader, "load_state_dict"):
         loader.load_state_dict(state["own"])
     generator = getattr(loader, "generator", None)
@@ -152,13 +152,13 @@ def load_loader_state(loader: Any, state: Mapping[str, Any]) -> None:
 
 
 def device_of(model: Any) -> Any:
-    """Where the model's first parameter is; None for a model without parameters."""
+    """Return the device of the model's first parameter, or None if it has no parameters."""
     first = next(iter(model.parameters()), None)
     return None if first is None else first.device
 
 
 def moved(batch: Any, device: Any) -> Any:
-    """``batch`` with all tensors in it on ``device``."""
+    """Return ``batch`` with all tensors moved to ``device``."""
     if device is None:
         return batch
     if hasattr(batch, "to"):
@@ -167,7 +167,7 @@ def moved(batch: Any, device: Any) -> Any:
         there = {key: moved(value, device) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return there
-        own = copy.copy(batch)  # a class of the user's, with more than a dict has
+        own = copy.copy(batch)  # a user's class, which may have further attributes
         own.update(there)
         return own
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -177,7 +177,7 @@ def moved(batch: Any, device: Any) -> Any:
     if _is_record(batch):
         own = copy.copy(batch)
         for name, value in vars(batch).items():
-            object.__setattr__(own, name, moved(value, device))  # also where it is frozen
+            object.__setattr__(own, name, moved(value, device))  # also if it is frozen
         return own
     return batch
 
@@ -227,7 +227,7 @@ def _is_ragged(column: Any) -> bool:
 
 
 def step_of(method: Callable[..., Any]) -> Callable[[Any, int], Any]:
-    """``method`` as called with batch and index, also where it takes the batch alone."""
+    """Return ``method`` as a function of batch and index, even if it accepts only the batch."""
     try:
         inspect.signature(method).bind(None, 0)
     except TypeError:
@@ -236,7 +236,7 @@ def step_of(method: Callable[..., Any]) -> Callable[[Any, int], Any]:
 
 
 def as_dict(value: Any, method: str) -> dict[str, Any]:
-    """What a step returned as a dict with ``loss``; ``TypeError`` if it is neither."""
+    """Return the result of a step as a dict. Raise ``TypeError`` if it has no loss."""
     values = dict(value) if isinstance(value, Mapping) else {"loss": value}
     if method == "training_step" and not hasattr(values.get("loss"), "backward"):
         raise TypeError(f"{method}() must return the loss, or a dict with it, not {value!r}")
@@ -244,7 +244,7 @@ def as_dict(value: Any, method: str) -> dict[str, Any]:
 
 
 class Means:
-    """Sums of numbers over samples. Tensors are added where they are: no wait for a GPU a step."""
+    """Sums of metrics over samples. Tensors are summed on their device, without a GPU sync."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
@@ -252,9 +252,10 @@ class Means:
         self._samples = 0
 
     def add(self, values: Mapping[str, Any], samples: int) -> None:
-        """Values that are means over ``samples``, or pairs of a sum and a count.
+        """Add values that are means over ``samples``, or pairs of a sum and a count.
 
-        ``TypeError`` names one that is neither.
+        Raises:
+            TypeError: A value is neither.
         """
         self._samples += samples
         for name, value in values.items():
@@ -262,8 +263,8 @@ class Means:
             total, count = value if is_pair and len(value) == 2 else (value, samples)
             if not (_is_number(total) and _is_number(count)):
                 raise TypeError(
-                    f"{name!r} must be one number, a mean over the batch, or a pair (sum, count); "
-                    f"a step gave {_describe_value(value)}"
+                    f"{name!r} must be a number, the mean over the batch, or a pair (sum, count), "
+                    f"not {_describe_value(value)}"
                 )
             total = total if is_pair else total * samples
             total = total.detach() if hasattr(total, "detach") else total
@@ -277,7 +278,7 @@ class Means:
         return self._samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums exactly as they are, tensors included."""
+        """Return the exact sums, including tensors."""
         return {"sums": dict(self._sums), "counts": dict(self._counts), "samples": self._samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -285,13 +286,13 @@ class Means:
         self._samples = state["samples"]
 
     def sums(self) -> dict[str, Any]:
-        """Pairs of sum and count, and ``num_samples``."""
+        """Return a pair of sum and count per metric, and ``num_samples``."""
         names = self._sums
         pairs = {name: (float(self._sums[name]), float(self._counts[name])) for name in names}
         return {**pairs, "num_samples": self._samples}
 
     def means(self) -> dict[str, Any]:
-        """The means, and ``num_samples``; nothing else where there were none."""
+        """Return the means and ``num_samples``. Metrics without samples are omitted."""
         sums = self.sums()
         del sums["num_samples"]
         means = {name: total / count for name, (total, count) in sums.items() if count}
@@ -299,7 +300,7 @@ class Means:
 
 
 def _is_number(value: Any) -> bool:
-    shape = getattr(value, "shape", None)  # of a tensor: not looked into, it may be on a GPU
+    shape = getattr(value, "shape", None)  # don't read values, which may be on a GPU
     return isinstance(value, Number) if shape is None else math.prod(shape) == 1
 
 
@@ -320,9 +321,9 @@ def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:
 
 
 def step_scheduler(scheduler: Any, loss: float | None) -> None:
-    """The end of an epoch, for a learning rate scheduler if there is one.
+    """Step the learning rate scheduler, if there is one, at the end of an epoch.
 
-    One that goes by the loss is left as it is after an epoch without samples, which has none.
+    A ``ReduceLROnPlateau`` isn't stepped after an epoch without samples, which has no loss.
     """
     if scheduler is None:
         return
@@ -362,7 +363,7 @@ def measure_memory(device: Any) -> dict[str, float]:
 
 
 def stateful(worker: Any, optimizers_only: bool = False) -> dict[str, Any]:
-    """The worker's optimizers and learning rate schedulers by attribute name."""
+    """Return the worker's optimizers and learning rate schedulers by attribute name."""
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -371,7 +372,7 @@ def stateful(worker: Any, optimizers_only: bool = False) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """The random numbers of Python, numpy and torch, as plain values."""
+    """Return the random states of Python, NumPy and torch."""
     import torch
 
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -385,7 +386,7 @@ def random_state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def keep_random_state() -> Iterator[None]:
-    """Return a context manager that restores the random numbers at its end."""
+    """Restore the random states at the end of the block."""
     state = random_state()
     try:
         yield
@@ -395,7 +396,7 @@ def keep_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_state(modules: Iterable[Any], loader: Any) -> Iterator[None]:
-    """Restore random numbers, the modules' buffers and the loader's generator at the end."""
+    """Restore random states, the modules' buffers and the loader's generator after the block."""
     owners = list(modules)
     buffers = [{k: b.clone() for k, b in module.named_buffers()} for module in owners]
     generator = getattr(loader, "generator", None)

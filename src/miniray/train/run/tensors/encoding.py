@@ -1,18 +1,18 @@
-"""Nested state as JSON plus arrays: what a checkpoint holds, without pickle.
+"""Encode nested state as JSON and arrays, without pickle.
 
-``encode`` takes dicts (of any keys), ``OrderedDict``s, lists, tuples, sets, numbers, texts, bytes,
-None, numpy arrays and scalars, and dense torch tensors; ``decode`` gives the same back, type for
-type and bit for bit (of a Python float that is NaN, only that it is NaN). In the JSON, plain values
-are themselves; what JSON lacks is an object with one key that begins with ``$`` (a dict with such
-keys of its own is written as ``$dict``).
+``encode`` accepts dicts with any keys, ``OrderedDict``, lists, tuples, sets, numbers, strings,
+bytes, None, NumPy arrays and scalars, and dense torch tensors. ``decode`` returns values of the
+same types, bit-identical except for the payload of NaN in Python floats. Values that JSON doesn't
+support are encoded as objects with one key that starts with ``$``. A dict that has such keys is
+encoded as ``$dict``.
 
-An array that occurs twice, as the same object or as another view of exactly the same memory (tied
-weights), is stored once and comes back as one object; views that overlap in part come back apart.
-Tensors come back on the CPU, detached, as plain tensors. Containers that occur twice become equal
-copies; one that contains itself is refused.
+An array that occurs twice, as the same object or as a view of exactly the same memory (tied
+weights), is stored once and decoded as one object. Views that overlap partially are decoded as
+separate arrays. Tensors are decoded as plain, detached CPU tensors. Containers that occur twice
+become equal copies, and containers that contain themselves raise an error.
 
-Anything else is refused with the path that leads to it, or pickled where ``allow_pickle`` is set;
-and only with ``allow_pickle`` again is it ever unpickled.
+Other values raise ``CheckpointError`` with the path to the value, or are pickled with
+``allow_pickle``. Reading them also requires ``allow_pickle``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import numpy as np
 from miniray.errors import CheckpointError
 from miniray.train.run.tensors.tensorfile import NUMPY_TYPES, TORCH_TYPES, Entry
 
-#: Where pickled objects go, if they are allowed.
+#: Group of pickled objects, if they are allowed.
 PICKLES = "pickled-objects"
-_DEEPEST = 100  # each level takes several of Python's 1000 frames
+_DEEPEST = 100  # each level needs several of Python's 1000 frames
 _LONGEST_INLINE = 256  # bytes; longer ones are arrays
-_LONGEST_DECIMAL = 10_000  # bits; Python refuses to write longer integers in decimal
+_LONGEST_DECIMAL = 10_000  # bits; Python doesn't convert longer integers to decimal
 
 
 class ArraySource(Protocol):
@@ -45,16 +45,16 @@ class ArraySource(Protocol):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor that is in a file already."""
+    """A tensor that is already stored in a file."""
 
     group: str
     name: str
 
 
 class Encoder:
-    """Turns values to JSON, gathering arrays in ``groups``: group name → array name → entry.
+    """Encodes values as JSON, and collects arrays in ``groups``: group name → array name → entry.
 
-    ``copy``: take copies of all arrays now, so that the caller may change its own at once.
+    With ``copy``, arrays are copied, so that the caller may change them afterwards.
     """
 
     def __init__(self, *, allow_pickle: bool = False, copy: bool = False) -> None:
@@ -62,13 +62,14 @@ class Encoder:
         self._allow_pickle = allow_pickle
         self.copies = copy
         self._stored: dict[Any, list[Any]] = {}  # identity of an array → its reference
-        self._alive: list[Any] = []  # whose identities are in use above
-        self._open: set[int] = set()  # containers being encoded: one inside itself is a cycle
+        self._alive: list[Any] = []  # arrays that must stay alive, because their ids are in use
+        self._open: set[int] = set()  # containers that are being encoded, to detect cycles
 
     def encode(self, value: Any, group: str, path: tuple[Any, ...] = ()) -> Any:
-        """``value`` as JSON. Its arrays go to ``group``, named by ``path``.
+        """Encode ``value`` as JSON. Arrays are added to ``group`` and named by ``path``.
 
-        Raises ``CheckpointError`` for what has no form, with ``path``.
+        Raises:
+            CheckpointError: A value can't be encoded; the error has the path to it.
         """
         if value is None or value is True or value is False:
             return value
@@ -136,14 +137,14 @@ class Encoder:
             name = value.dtype.name
             if name in NUMPY_TYPES and value.dtype.isnative:
                 self._stored[key] = self._store(Entry(name, value.shape, kept), group, path)
-            else:  # a type the format lacks: as bytes, with its numpy name
+            else:  # the format doesn't support the type: store bytes and the NumPy name
                 stored = self._store(Entry("uint8", (value.nbytes,), kept), group, path)
                 self._stored[key] = [*stored, value.dtype.str, list(value.shape)]
         return self._stored[key]
 
     def _tensor(self, value: Any, group: str, path: tuple[Any, ...]) -> list[Any]:
         where = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device)
-        # Conjugate and negative views have their values' memory, and other values.
+        # Conjugate and negative views share memory with tensors that have different values.
         flags = (value.is_conj(), value.is_neg())
         key = (*where, *flags) if value.numel() else id(value)
         if key not in self._stored:
@@ -164,20 +165,21 @@ class Encoder:
         if not self._allow_pickle:
             raise _create_encoding_error(
                 path,
-                "only dicts, lists, tuples, sets, numbers, texts, bytes, None, numpy arrays and "
-                "dense torch tensors can be stored without pickle (allow_pickle=True permits it)",
+                "only dicts, lists, tuples, sets, numbers, strings, bytes, None, NumPy arrays and "
+                "dense torch tensors can be stored without pickle. To use pickle, pass "
+                "allow_pickle=True",
                 value,
             )
         try:
             data = np.frombuffer(pickle.dumps(value), np.uint8)
-        except Exception as error:  # a user's __reduce__ may raise anything
+        except Exception as error:  # a user's __reduce__ can raise anything
             raise _create_encoding_error(
-                path, f"pickle cannot store it either: {error}", value
+                path, f"pickle can't store it either: {error}", value
             ) from error
         return {"$pickle": self._store(Entry("uint8", data.shape, data), PICKLES, path)}
 
     def _store(self, entry: Entry, group: str, path: tuple[Any, ...]) -> list[Any]:
-        """Put an array into its group, under a name that says where it was."""
+        """Add an array to its group, with a name that is derived from ``path``."""
         names = self.groups.setdefault(group, {})
         base = ".".join(str(step) for step in path).encode(errors="replace").decode() or group
         name, count = base, 1
@@ -189,8 +191,12 @@ class Encoder:
 
 
 def decode(value: Any, groups: Mapping[str, ArraySource], *, allow_pickle: bool = False) -> Any:
-    """The value that ``Encoder.encode`` was given. Raises ``CheckpointError`` for a pickled part
-    without ``allow_pickle``, ``ValueError`` or ``KeyError`` where JSON and arrays do not fit."""
+    """Return the value that was encoded by ``Encoder.encode``.
+
+    Raises:
+        CheckpointError: A part is pickled, and ``allow_pickle`` is False.
+        ValueError, KeyError: The JSON and the arrays don't match.
+    """
     made: dict[tuple[str, str, str], Any] = {}
 
     def array(tag: str, ref: list[Any]) -> Any:
@@ -213,8 +219,8 @@ def decode(value: Any, groups: Mapping[str, ArraySource], *, allow_pickle: bool 
         if tag == "$pickle":
             if not allow_pickle:
                 raise CheckpointError(
-                    f"{content[1]} was stored with pickle, which can run any code when read; "
-                    "if you trust where it comes from, pass allow_pickle=True",
+                    f"{content[1]} was stored with pickle, which can execute arbitrary code when "
+                    "loaded. If you trust the source of the file, pass allow_pickle=True",
                     entry=content[1],
                 )
             return pickle.loads(groups[content[0]].numpy(content[1]).tobytes())
@@ -282,13 +288,13 @@ _SIMPLE: dict[str, Callable[[Any], Any]] = {
 def _text(value: str) -> Any:
     try:
         value.encode()
-    except UnicodeEncodeError:  # halves of surrogate pairs, which JSON readers join
+    except UnicodeEncodeError:  # unpaired surrogates, which JSON parsers might join
         return {"$text": value.encode("utf-8", "surrogatepass").hex()}
     return value
 
 
 def _storable(dtype: np.dtype[Any]) -> bool:
-    """Whether the bytes and the short name say it all: no objects, no fields, no foreign types."""
+    """Return whether an array is described by its bytes and its type string."""
     return dtype.kind in "biufcSUMm" and np.dtype(dtype.str) == dtype
 
 
@@ -302,4 +308,4 @@ def _is_plain_tensor(value: Any) -> bool:
 def _create_encoding_error(path: tuple[Any, ...], why: str, value: Any = None) -> CheckpointError:
     where = "state" + "".join(f"[{step!r}]" for step in path)
     kind = "" if value is None else f" ({type(value).__module__}.{type(value).__qualname__})"
-    return CheckpointError(f"{where}{kind} cannot go into a checkpoint: {why}", entry=where)
+    return CheckpointError(f"{where}{kind} can't be stored in a checkpoint: {why}", entry=where)

@@ -1,4 +1,4 @@
-"""A model's weights as one safetensors file, readable by anything that reads the format."""
+"""Save and load the weights of a model as one safetensors file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ _STRUCTURE = "miniray"
 
 
 def save_model(path: str | os.PathLike[str], weights: Any) -> Path:
-    """Write weights (a dict, list or tuple of arrays, nested as you like) to one safetensors file.
+    """Write weights to one safetensors file, atomically.
 
-    Arrays are named by the dict keys that lead to them, or ``"0"``, ``"1"``, … in a list; nested
-    ones ``"encoder.0"``. The file is replaced whole: if writing fails, a ``CheckpointError`` is
-    raised and ``path`` is as it was.
+    Args:
+        path: Path of the file. If writing fails, an existing file is unchanged.
+        weights: A dict, list or tuple of arrays, which can be nested. Arrays are named by their
+            keys or list indices, joined by dots, such as ``"encoder.0"``.
+
+    Raises:
+        CheckpointError: Writing failed.
     """
     path = Path(path)
     encoder = Encoder()
@@ -28,7 +32,7 @@ def save_model(path: str | os.PathLike[str], weights: Any) -> Path:
     entries = encoder.groups.get("model", {})
     kinds = {"np" if type(e.value).__module__ == "numpy" else "pt" for e in entries.values()}
     metadata = {_STRUCTURE: json.dumps(skeleton, allow_nan=False)}
-    if len(kinds) == 1:  # what other readers of the format look for
+    if len(kinds) == 1:  # other programs that read the format check this field
         metadata["format"] = kinds.pop()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,11 +47,13 @@ def save_model(path: str | os.PathLike[str], weights: Any) -> Path:
 
 
 def load_model(path: str | os.PathLike[str]) -> Any:
-    """Read a safetensors file. What ``save_model`` wrote comes back in the form it had.
+    """Read a safetensors file. For files of ``save_model``, return weights of the same structure.
 
-    A file of another program is a dict of arrays by name: torch tensors where it says it is
-    torch's or has types that numpy lacks, else numpy arrays. Raises ``CheckpointError`` for a file
-    that cannot be read.
+    For files of other programs, return a dict of arrays by name. The arrays are torch tensors if
+    the metadata names torch or if NumPy lacks one of the types, else NumPy arrays.
+
+    Raises:
+        CheckpointError: The file can't be read.
     """
     path = Path(path)
     try:
@@ -59,9 +65,10 @@ def load_model(path: str | os.PathLike[str]) -> Any:
             return {name: file.numpy(name) for name in file.names}
     except ImportError as error:
         raise CheckpointError(
-            f"model file {path} has tensors of torch, which is not installed: pip install torch",
+            f"model file {path} contains torch tensors, but torch isn't installed. Run "
+            "pip install torch",
             entry=str(path),
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"model file {path} cannot be read: {error}"
+        text = f"model file {path} can't be read: {error}"
         raise CheckpointError(text, entry=str(path)) from error

@@ -1,12 +1,12 @@
-"""Arrays by name in a safetensors file: the package's raw interface, for numpy and torch alike.
+"""Write and read NumPy arrays and torch tensors in safetensors files.
 
-``safetensors.numpy`` knows no bfloat16 and ``safetensors.torch`` needs torch and refuses views that
-overlap; a checkpoint may hold all of these at once. So entries are handed over as type, shape and
-address, and come back as what the reader asks for. torch is imported only for torch's tensors.
-Reading runs no code: the format cannot hold any.
+``safetensors.numpy`` doesn't support bfloat16, and ``safetensors.torch`` needs torch and rejects
+overlapping views. A checkpoint can contain all of these, so this module uses the low-level
+interface: arrays are passed as type, shape and address, and are read as NumPy arrays or torch
+tensors. torch is imported only to read torch tensors. Reading a file never executes code.
 
-A file that is cut short or inconsistent raises ``ValueError``; changed bytes inside the arrays are
-found by the checksum that the caller compares.
+Truncated or inconsistent files raise ``ValueError``. Changes inside the arrays are detected by the
+checksums of the caller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 import safetensors
 from safetensors import SafetensorError, TensorSpec
 
-#: Names of types that both numpy and torch have; the format calls them the same.
+#: Types that both NumPy and torch have. The format uses the same names.
 _COMMON = (
     *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
     *("float16", "float32", "float64", "complex64"),
@@ -33,7 +33,7 @@ TORCH_TYPES = NUMPY_TYPES | {
     *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
     *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 }
-#: What the header calls the types that numpy has; it is a file of torch's if there are others.
+#: Names of the NumPy types in the header of a file. Files with other types need torch.
 _NUMPY_CODES = {
     *("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "F32", "F64", "C64"),
 }
@@ -42,7 +42,7 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 @dataclass
 class Entry:
-    """One array to write: a type of ``TORCH_TYPES``, its shape, and where the bytes are."""
+    """An array to write: its type (one of ``TORCH_TYPES``), its shape and its values."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,15 +53,15 @@ class Entry:
         return int(self.value.nbytes)
 
     def in_memory(self) -> Any:
-        """The values in row-major order in host memory; no copy where they lie so already."""
+        """Return the values in row-major order in host memory, without a copy if possible."""
         if isinstance(self.value, np.ndarray):
             return np.ascontiguousarray(self.value)
         return self.value.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def write(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str] | None) -> None:
-    """Make the file ``path``, not flushed to disk. Raises ``OSError`` where it cannot be."""
-    arrays = {name: entry.in_memory() for name, entry in entries.items()}  # alive until written
+    """Create the file ``path``, without flushing it to disk. Raise ``OSError`` if that fails."""
+    arrays = {name: entry.in_memory() for name, entry in entries.items()}  # keep them alive
     specs = {
         name: TensorSpec(
             dtype=entry.dtype,
@@ -71,7 +71,7 @@ def write(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str] 
         )
         for name, entry in entries.items()
     }
-    with open(path, "xb") as file:  # the package makes files that only their owner may read
+    with open(path, "xb") as file:  # safetensors creates files that only the owner can read
         mode = os.fstat(file.fileno()).st_mode
     try:
         safetensors.serialize_file(specs, path, dict(metadata) if metadata else None)
@@ -88,9 +88,11 @@ def _address(array: Any) -> int:
 
 
 class TensorFile:
-    """A file's arrays, read when asked for into memory of their own; close it with ``with``.
+    """The arrays of a file, each of which is read into new memory. Use it in a ``with`` block.
 
-    Raises ``OSError`` where there is no such file and ``ValueError`` where it is not a whole one.
+    Raises:
+        OSError: The file doesn't exist or can't be opened.
+        ValueError: The file is truncated or inconsistent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,7 +105,7 @@ class TensorFile:
     def _by(self, framework: str) -> Any:
         if framework not in self._open:
             try:
-                # Not mapped: what was read must not depend on the file's fate afterwards.
+                # Don't map the file, because arrays must stay valid if it changes afterwards.
                 file = safetensors.safe_open(self._path, framework, backend="pread")
             except SafetensorError as error:
                 raise ValueError(str(error)) from None
@@ -112,7 +114,7 @@ class TensorFile:
 
     @property
     def needs_torch(self) -> bool:
-        """Whether some array has a type that numpy lacks."""
+        """Whether NumPy lacks the type of any array."""
         file = self._by("numpy")
         return any(file.get_slice(name).get_dtype() not in _NUMPY_CODES for name in self.names)
 

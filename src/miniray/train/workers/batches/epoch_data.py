@@ -1,9 +1,9 @@
 """``EpochData``: the batches of one rank by optimizer step, and the position inside an epoch.
 
-The position is the same on all ranks, and follows from the number of completed steps. A *base* is
-where the current plan starts: the start of the epoch, or, after a resume inside the epoch on a
-different number of ranks, the step of the checkpoint. The rest of the epoch is then planned anew,
-and every row is delivered exactly once.
+The position is the same on all ranks, and follows from the number of completed steps. The *base* is
+the step at which the current plan starts. This is the start of the epoch, or, after resuming inside
+an epoch on a different number of ranks, the step of the checkpoint. The rest of the epoch is then
+planned again, so that every row is delivered exactly once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Base:
     Attributes:
         step: Completed steps of the epoch.
         position: Completed samples of planned batches, or the state of a loader of miniray.data.
-            None: the start of the epoch.
+            ``None`` is the start of the epoch.
     """
 
     step: int = 0
@@ -140,7 +140,7 @@ class EpochData:
         )
 
     def count_steps(self) -> int | None:
-        """Return the steps of the epoch under way; None if they aren't known."""
+        """Return the number of steps of the current epoch, or None if it isn't known."""
         return None if self.windows is None else self._base.step + len(self.windows)
 
     def count_global_batch(self) -> int | None:
@@ -174,17 +174,17 @@ class EpochData:
         self._seek(state.epoch, done)
         batches = iter(self.loader if self._skips or any(map(any, windows)) else ())
         for item in enumerate(itertools.islice(batches, number)) if self._skips else ():
-            self._touch()  # a slow loader doesn't hang
+            self._touch()  # so that a slow loader isn't reported as hung
             last = item
         return enumerate(batches, number), windows, last
 
     def _set_start_state(self, first: int) -> None:
-        """Keep the random numbers of the start of an epoch, or restore them to skip batches."""
+        """Save the random state at the start of an epoch, or restore it to skip batches."""
         if not first or self._start_state is None:
             loader_state = parts.loader_state(self.loader, has_position=False)
             self._start_state = {"random": parts.random_state(), "loader": loader_state}
         else:
-            # Processes of the loader that were running draw random numbers when they start.
+            # Starting the processes of the loader draws random numbers.
             parts.load_loader_state(self.loader, self._start_state["loader"])
             parts.set_random_state(self._start_state["random"])
 
@@ -242,7 +242,7 @@ class EpochData:
         self.loader.skip_batches(batches, chunks)
 
     def _load_last(self, epoch: int, done: int) -> Any:
-        """Load the last batch that this rank had before a step, or else any batch."""
+        """Load the last batch of this rank before a step, or any batch if there is none."""
         batch = None
         if self.is_counted:
             return self._load_last_counted(epoch, done)
@@ -344,7 +344,7 @@ class EpochData:
         return state
 
     def get_position(self, state: RankState) -> dict[str, Any] | None:
-        """Return the position, which is the same on all ranks. None if it isn't known."""
+        """Return the position, which is the same on all ranks, or None if it isn't known."""
         if not self.has_position:
             return None
         if self._saved is not None:
@@ -366,7 +366,7 @@ class EpochData:
         }
 
     def _describe_layout(self) -> list[int]:
-        """Return what the rows of a step depend on."""
+        """Return the numbers that determine the rows of a step."""
         return [
             self._world_size,
             self.loader.batch_size or self._get_batch_size(),
@@ -381,7 +381,7 @@ class EpochData:
         """Continue at a position, on any number of ranks; ``state`` has been restored.
 
         Raises:
-            DataError: The position is of different data.
+            DataError: The position belongs to different data.
         """
         if saved is None or not self.has_position:
             return

@@ -1,15 +1,15 @@
-"""Which samples each rank takes in which step, and how much each counts. Pure arithmetic.
+"""Plan the samples of each rank in each step, and their weights.
 
-An epoch is a row of *windows*: one optimizer step each, of up to ``accumulate`` micro-batches. A
-micro-batch of all ranks together is ``world_size × batch_size`` samples of the epoch's order, dealt
-out in turn (rank 0 of 4 gets 0, 4, 8, …). So the samples of a step do not depend on how many ranks
-there are, as long as the product is the same.
+An epoch is a sequence of *windows*. A window is one optimizer step of up to ``accumulate``
+micro-batches. Each micro-batch of all ranks together contains ``world_size × batch_size`` samples
+in the order of the epoch, which are assigned to ranks in turn (rank 0 of 4 gets 0, 4, 8, …). The
+samples of a step therefore don't depend on the number of ranks if this product stays the same.
 
-A window is given as what this rank's loss of each micro-batch is multiplied with. Gradients are
-averaged over ranks, so a loss that is a mean over the rank's samples is weighted with ``ranks × own
-samples / samples of the window``: the result is the gradient of the mean over all samples of the
-window, also where the last ones do not divide. A rank that has none left goes through its last
-micro-batch again, with a weight of 0: every rank makes every step, whatever the model calls.
+A window contains the weight of this rank's loss for each micro-batch. Gradients are averaged over
+ranks, so a loss that is a mean over the rank's samples is multiplied by ``ranks × samples of this
+rank / samples of the window``. The result is the gradient of the mean over all samples of the
+window, even if they can't be divided evenly. A rank without samples repeats its last micro-batch
+with weight 0, so that every rank runs every step.
 """
 
 from __future__ import annotations
@@ -21,22 +21,28 @@ import numpy as np
 
 from miniray.data import shard_indices
 
-#: An optimizer step of one rank: the weight of each of its micro-batches; see the module.
+#: An optimizer step of one rank, as the weights of its micro-batches; see the module.
 Window = tuple[float, ...]
 
 
 class EpochPlan:
-    """The windows of an epoch over ``n`` samples that miniray deals out.
+    """The windows of an epoch over ``n`` samples that miniray assigns to ranks.
 
-    Every sample comes exactly once with ``uneven="join"``. ``"pad"`` repeats fewer than
-    ``world_size`` samples so that all ranks have as many, ``"drop"`` leaves out fewer than that,
-    ``"error"`` refuses. ``drop_last`` leaves out a last micro-batch that is not full.
-    ``ValueError`` where a rank would have nothing to do in the whole epoch.
+    Args:
+        n: Number of samples.
+        batch_size: Samples per micro-batch of a rank.
+        world_size: Number of ranks.
+        accumulate: Micro-batches per optimizer step.
+        uneven: ``"join"`` uses every sample exactly once. ``"pad"`` repeats up to
+            ``world_size - 1`` samples, and ``"drop"`` skips up to ``world_size - 1`` samples, so
+            that all ranks have the same number. ``"error"`` raises if the numbers differ.
+        drop_last: Skip the last micro-batch if it isn't full.
+        start: Samples of the epoch that were already used, on any number of ranks. The plan covers
+            the rest of the epoch, in which a rank may have no samples.
+        limit: Maximum number of micro-batches of an epoch.
 
-    ``limit`` is the largest number of micro-batches of an epoch.
-
-    ``start`` samples of the epoch's order were trained on before, by any number of ranks. The plan
-    is for the rest of the epoch, in which ranks may have nothing to do.
+    Raises:
+        ValueError: A rank has no samples in the whole epoch, or ``uneven="error"`` applies.
     """
 
     def __init__(
@@ -60,8 +66,8 @@ class EpochPlan:
             counts = [(n - rank + world_size - 1) // world_size for rank in range(world_size)]
             shown = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
             raise ValueError(
-                f"{n} samples do not divide by {world_size} ranks ({shown}); "
-                'choose uneven="join", "pad" or "drop"'
+                f"{n} samples can't be divided evenly among {world_size} ranks ({shown}). "
+                'Choose uneven="join", "pad" or "drop"'
             )
         used = n
         if over and uneven in ("pad", "drop"):
@@ -77,7 +83,7 @@ class EpochPlan:
             raise ValueError(f"{last} 0 batches: {n} samples are too few ({why})")
 
     def windows(self, rank: int) -> Iterator[Window]:
-        """This rank's share of each optimizer step."""
+        """Yield this rank's part of each optimizer step."""
         for start in range(0, len(self.sizes), self.accumulate):
             sizes = self.sizes[start : start + self.accumulate]
             yield tuple(self.world_size * self._own(size, rank) / sum(sizes) for size in sizes)
@@ -85,7 +91,7 @@ class EpochPlan:
     def batches(
         self, rank: int, epoch: int, *, shuffle: bool, seed: int, first_window: int = 0
     ) -> Iterator[list[int]]:
-        """The samples of each of this rank's micro-batches, from an optimizer step on."""
+        """Yield the samples of each micro-batch of this rank, starting at an optimizer step."""
         rows = self._rows(rank, epoch, shuffle, seed)
         at = 0
         for number, size in enumerate(self.sizes):
@@ -116,11 +122,11 @@ class EpochPlan:
         return np.concatenate([rows, padded])
 
     def samples(self, windows: int) -> int:
-        """Return how many samples all ranks take in the first ``windows`` optimizer steps."""
+        """Return the number of samples of all ranks in the first ``windows`` optimizer steps."""
         return sum(self.sizes[: windows * self.accumulate])
 
     def count(self, rank: int) -> int:
-        """How many micro-batches this rank has."""
+        """Return the number of micro-batches of this rank."""
         return sum(1 for size in self.sizes if self._own(size, rank))
 
     def _own(self, size: int, rank: int) -> int:
@@ -130,7 +136,7 @@ class EpochPlan:
 def create_counted_windows(
     counts: Sequence[int], rank: int, accumulate: int, uneven: str, *, is_rest: bool = False
 ) -> list[Window]:
-    """Windows where every rank brings batches of its own, ``counts`` of them.
+    """Return the windows of a rank if each rank has its own batches, ``counts`` of them.
 
     Each counts the same within a window: how many samples they have is not known beforehand.
     ``ValueError`` names the ranks where ``counts`` differ and that is not wanted. In the rest of an
@@ -145,8 +151,8 @@ def create_counted_windows(
             raise ValueError(f'{shown} batches; choose uneven="join" or "drop"')
         if uneven == "pad":
             raise ValueError(
-                f'{shown} batches: uneven="pad" needs miniray to share out the samples; leave out '
-                'load_data_shard(), or choose "join" or "drop"'
+                f'{shown} batches, and uneven="pad" isn\'t supported with load_data_shard(). '
+                'Remove load_data_shard(), or choose uneven="join" or "drop"'
             )
     longest = fewest if uneven == "drop" else most
     windows = []
@@ -167,7 +173,7 @@ def create_row_windows(
 ) -> list[Window]:
     """Return the windows of a rank whose batches follow from the plan of a dataset.
 
-    Every sample of a window counts the same, as in an ``EpochPlan``.
+    All samples in a window have the same weight, as in an ``EpochPlan``.
 
     Args:
         rows: Number of rows of each rank in each micro-batch.

@@ -1,10 +1,10 @@
-"""A rank's data: the worker's loader looked at, checked and cut to the rank's share.
+"""Check the loader of a worker, and shard it for the rank.
 
-A plain ``DataLoader`` over all samples is replaced by one over the rank's samples, of the same
-class and with everything else as the user set it. Loaders and datasets of miniray.data are sharded
-unless they were created with ``rank`` and ``world_size``. Other loaders, and those of workers with
-``load_data_shard``, are used unchanged. A loader that can be neither sharded nor trusted is an
-error: all ranks would train on the same samples.
+A plain ``DataLoader`` over all samples is replaced by one of the same class over the samples of the
+rank, with the same settings otherwise. Loaders and datasets of miniray.data are sharded unless they
+were created with ``rank`` and ``world_size``. Loaders with a ``DistributedSampler`` and those of
+workers with ``load_data_shard`` are used unchanged. Loaders with other custom sampling raise an
+error, because all ranks would train on the same samples.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PlannedBatches:
 
 
 def check_loader(loader: Any, name: str) -> None:
-    """Refuse a dataset with open handles before processes are started for it."""
+    """Raise an error if the dataset has open handles, before its processes are started."""
     if isinstance(loader, DataLoader):
         context = loader.multiprocessing_context
         method = context.get_start_method() if context is not None else "fork"
@@ -89,11 +89,11 @@ def take_share(
     limit: int | None = None,
     overfits: bool = False,
 ) -> Any:
-    """Return the rank's loader; ``planned`` unless the batches are the user's own.
+    """Return the rank's loader, with planned batches unless user code determines the batches.
 
     Args:
         sharded: Whether the worker has sharded its data itself.
-        limit: The largest number of batches of an epoch; ``planned`` loaders only.
+        limit: Maximum number of batches of an epoch; ``planned`` loaders only.
         overfits: Use the same batches in every epoch; ``planned`` loaders only.
 
     Raises:
@@ -106,15 +106,15 @@ def take_share(
     if not isinstance(loader, DataLoader) or parts.is_over_shard(loader):
         return loader
     if any(hasattr(part, "set_epoch") for part in (loader.sampler, loader.batch_sampler)):
-        return loader  # it was cut by somebody who knows of ranks: a DistributedSampler
+        return loader  # already sharded, for example by a DistributedSampler
     problem = parts.describe_custom_sampling(loader)
     if problem:
         if world_size == 1:
             return loader
         raise ValueError(
-            f"self.train_loader has {problem}, which miniray cannot cut into {world_size} shards: "
-            "every rank would train on the same samples. Give the worker load_data_shard(shard_id, "
-            "num_shards) and make the loader there, or use a DistributedSampler"
+            f"self.train_loader has {problem}, which miniray can't divide into {world_size} "
+            "shards, so every rank would train on the same samples. Use a DistributedSampler, or "
+            "implement load_data_shard(shard_id, num_shards) and create the loader there"
         )
     plan = EpochPlan(
         len(loader.dataset),
@@ -152,13 +152,13 @@ def shard_data(loader: Any, rank: int, world_size: int) -> Any:
 
 
 def planned(loader: Any) -> PlannedBatches | None:
-    """The batches that miniray has dealt out to a loader; None where they are the user's own."""
+    """Return the planned batches of a loader, or None if user code determines the batches."""
     batches = getattr(loader, "batch_sampler", None)
     return batches if isinstance(batches, PlannedBatches) else None
 
 
 def replace_parts(loader: Any, **changes: Any) -> Any:
-    """Return the same loader with other parts. Keep what a subclass does besides loading."""
+    """Return a copy of the loader with different parts. Attributes of subclasses are kept."""
     own = copy.copy(loader)
     # A loader doesn't allow the assignment. Its running processes (persistent_workers) have the
     # old parts.
@@ -175,7 +175,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def length(loader: Any) -> int | None:
-    """How many batches a loader says it has; None where it does not say."""
+    """Return the number of batches of a loader, or None if it has no length."""
     try:
         return len(loader)
     except TypeError:  # an iterable without a length, or a loader over one
