@@ -83,5 +83,5 @@ class ShardableData(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Return the number of items of the rest of the epoch."""
+        """Return the number of remaining items of the epoch."""
         ...

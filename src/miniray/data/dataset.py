@@ -280,9 +280,9 @@ class Dataset(ABC):
         return epoch == self._epoch and not self._is_complete
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch. Does nothing within that epoch or after loading its state.
+        """Go to the start of an epoch, unless it is the current one or its state was loaded.
 
-        So a loop can call this before every epoch and still resume from a loaded state.
+        A loop can therefore call this before every epoch, and still resume from a loaded state.
         """
         if not self.is_at(epoch):
             self._start_epoch(check_int("epoch", epoch))

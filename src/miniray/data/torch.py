@@ -110,7 +110,7 @@ class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
         shard.finish_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch. Does nothing within it or after loading its state."""
+        """Go to the start of an epoch, unless it is the current one or its state was loaded."""
         self._shard.set_epoch(int(epoch))
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class TorchIterableDataset(torch_data.IterableDataset[Any]):  # type: ignore[mis
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch. Does nothing within it or after loading its state."""
+        """Go to the start of an epoch, unless it is the current one or its state was loaded."""
         self.dataset.set_epoch(epoch)
         self._calls += 1
         self._last_call.copy_(torch.tensor([self._calls, epoch]))

@@ -1,6 +1,6 @@
 """Training on top of actors: trainers, checkpoints, the run directory, callbacks.
 
-What is here is imported when it is first used: a worker's process needs little of it.
+Names are imported on first use, because worker processes need few of them.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class EarlyStopping(Callback):
         value = records.number(result.get(self.monitor))
         if value is None and self.monitor in result:
             kind = type(result[self.monitor]).__name__
-            raise TypeError(f"EarlyStopping: {self.monitor!r} is no number but a {kind}")
+            raise TypeError(f"EarlyStopping: {self.monitor!r} must be a number, not a {kind}")
         if value is None:
             return True
         if self._is_improvement(value):

@@ -213,7 +213,7 @@ class DataParallelTrainer(BaseTrainer):
         return self.sync.is_due(epoch)
 
     def _act(self, result: Mapping[str, Any]) -> bool:
-        """Act between two segments of an epoch; return whether to stop."""
+        """Run the step actions between two segments of an epoch. Return whether to stop."""
         if self.session.signals.number is None:  # else time is short
             self._steps.act(self, result)
         return self.should_stop
@@ -292,7 +292,7 @@ class DataParallelTrainer(BaseTrainer):
             self.sync.start_epoch()  # the workers' weights differ
 
     def _restart_epoch(self) -> None:
-        """Go back to the start of the epoch: the workers' new shards have other rows."""
+        """Restart the epoch, because the new shards of the workers contain different rows."""
         epoch_start = self.state.step - self.state.step_in_epoch
         text = (
             f"the checkpoint of step {self.state.step} is inside an epoch, whose rows are sharded "

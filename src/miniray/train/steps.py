@@ -1,4 +1,4 @@
-"""What trainers that count steps do inside an epoch: log, evaluate and save checkpoints.
+"""Log, evaluate and save checkpoints inside an epoch, for trainers that count steps.
 
 Workers train until the next step at which the driver acts (``StepActions.find_pause``), or to the
 end of the epoch.

@@ -76,8 +76,8 @@ class TorchWorker:
         The parameter ``batch_idx`` is optional.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} must have training_step(self, batch, batch_idx), returning the "
-            "loss; or a train_epoch(self, epoch) of its own"
+            f"{type(self).__name__} must implement training_step(self, batch, batch_idx), which "
+            "returns the loss, or train_epoch(self, epoch)"
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:

@@ -108,7 +108,7 @@ class DataLoader:
             dataset.set_chunk_rest(self._find_chunk_rest)
 
     def _check(self) -> None:
-        """Refuse what cannot work, before anything is started."""
+        """Raise an error for invalid combinations of options, before anything is started."""
         transform, length, batch_by = self.transform, self._length, self.batch_by
         for name, function in [("transform", transform), ("collate_fn", self.collate_fn)]:
             if function is not None and not callable(function):
@@ -117,13 +117,13 @@ class DataLoader:
         check_choice("on_error", self._on_error, ("raise", "skip"))
         check_choice("batch_by", batch_by, (None, "tokens"))
         if self._format == "arrow" and (transform is not None or self.collate_fn is not None):
-            raise ValueError("format='arrow' gives tables as they are read; it takes no transform")
+            raise ValueError("format='arrow' doesn't support transform or collate_fn")
         if self._on_error == "skip" and transform is None:
-            raise ValueError("on_error='skip' is about rows whose transform fails; there is none")
+            raise ValueError("on_error='skip' skips rows whose transform fails, so pass transform=")
         if self._decode_processes and transform is None:
             raise ValueError("decode_processes=True needs a transform to run in them")
         if self.decode_workers and not self.prefetch:
-            raise ValueError("decode_workers need prefetch of at least 1: they work ahead")
+            raise ValueError("decode_workers need prefetch >= 1, because they decode ahead")
         if batch_by == "tokens" and length is None:
             raise ValueError(
                 "batch_by='tokens' needs length=: the column with the number of tokens of a row (or"
@@ -292,7 +292,7 @@ class DataLoader:
             self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress in less than 1 KB of JSON. Batches read ahead don't count.
+        """Return the progress in less than 1 KB of JSON. Prefetched batches aren't included.
 
         At a step boundary, when all ranks have taken the same number of batches, the state of any
         rank is valid for the run. Otherwise, and with batches by tokens, keep the states of all

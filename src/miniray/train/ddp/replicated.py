@@ -186,7 +186,7 @@ class ReplicatedModel:
 
     @contextlib.contextmanager
     def epoch_context(self) -> Iterator[None]:
-        """If the number of steps isn't known, support ranks that have more batches than others.
+        """Support ranks with different numbers of batches, if the number of steps isn't known.
 
         Gradients are averaged over the ranks that still have batches.
         """

@@ -280,7 +280,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients are added up on each rank; the next backward pass averages them."""
+        """Accumulate gradients on each rank without averaging; see ``DDP.no_sync``."""
         root: Any = self.module
         root.set_requires_gradient_sync(False)
         try:

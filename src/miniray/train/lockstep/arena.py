@@ -46,7 +46,7 @@ _INDEX_FACTOR, _INDEX_EXTRA = 2, 4096
 
 
 class SlotPhase(enum.IntEnum):
-    """What a slot holds."""
+    """State of a slot."""
 
     EMPTY = 0
     WRITING = 1
@@ -54,7 +54,7 @@ class SlotPhase(enum.IntEnum):
 
 
 class Snapshot(NamedTuple):
-    """A step's state: what all ranks share, and what each rank has for itself."""
+    """The state after a step: the part that all ranks share, and the separate part of each rank."""
 
     step: int
     shared: Any
@@ -94,7 +94,7 @@ class _Layout:
 def _assign_pieces(
     groups: Mapping[str, Mapping[str, Entry]], rank: int, world_size: int
 ) -> Iterator[_Piece]:
-    """Yield this rank's range of the shared bytes, and all of its own."""
+    """Yield this rank's range of the shared bytes, and all bytes of its separate state."""
     offset = position = 0
     shared = groups.get("shared", {})
     total = sum(entry.nbytes for entry in shared.values())

@@ -1,9 +1,9 @@
-"""Finding the one cause of a failure.
+"""Find the root cause of a failure.
 
-If a rank is lost or doesn't answer, the others fail too, a moment later or earlier, in whatever
-call they are. Their errors are consequences and aren't shown.
+If a rank is lost or doesn't respond, the calls of the other ranks also fail, slightly earlier or
+later. Their errors are consequences and aren't shown.
 
-A rank may also fail without an error, by weights that differ from those of its replicas.
+A rank may also fail without an error, if its weights differ from those of its replicas.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from miniray.train.lockstep.monitor import Verdict
 from miniray.train.lockstep.status import RankPosition, format_position, is_consequence
 from miniray.train.workers.group import add_error_context
 
-#: Explanations of words in the message of a rank that died.
+#: Hints by words in the message of a rank that crashed.
 _HINTS = {
-    "collective mismatch": "The ranks did not make the same collective calls in the same order: "
-    "one of them left out a forward or a backward pass, or a parameter in its loss, that the "
-    "others did not leave out",
-    "process group has not been initialized": "The ranks meet after __init__. The trainer wraps "
-    "self.model itself and deals out the samples of self.train_loader: make the bare model, and a "
-    "DataLoader of all samples without a DistributedSampler",
+    "collective mismatch": "The ranks didn't make the same collective calls in the same order. "
+    "Check for forward or backward passes that only some ranks run, and for parameters that only "
+    "some ranks use in the loss",
+    "process group has not been initialized": "The ranks join the process group after __init__. "
+    "The trainer wraps self.model and shards self.train_loader. Create the model without DDP, and "
+    "a DataLoader over all samples without a DistributedSampler",
 }
 
 
@@ -37,13 +37,13 @@ def create_group_error(
     epoch: int | None,
     positions: list[RankPosition],
 ) -> Exception:
-    """Return the error if ranks only report that others are gone: it names the missing ranks."""
+    """Return an error that names the missing ranks, if all errors are consequences."""
     messages = "\n".join(
         f"  rank {rank}: {str(getattr(error, 'cause', None) or error).splitlines()[0]}"
         for rank, error in sorted(failures.items())
     )
     if verdict is None and pending and positions:
-        lines = [f"{named(pending)} did not answer, and the others waited in vain"]
+        lines = [f"{named(pending)} didn't respond, and the others timed out waiting"]
         lines += [format_position(position) for position in positions if position.rank in pending]
         verdict = Verdict(pending, "\n".join([*lines, messages]))
     barrier = next((e for e in failures.values() if isinstance(e, BarrierTimeoutError)), None)
@@ -53,8 +53,8 @@ def create_group_error(
         text = verdict.text
     else:
         text = (
-            "the ranks lost one another, and all of them are alive: they did not make the same "
-            f"collective calls in the same order\n{messages}"
+            "the ranks lost their connections, although all of them are alive. They didn't make "
+            f"the same collective calls in the same order\n{messages}"
         )
     if verdict is None or len(verdict.ranks) != 1:
         return WorkerTimeoutError(text, epoch=epoch)
@@ -135,7 +135,7 @@ def add_rank_context(
     position: RankPosition | None,
     epochs: int | None = None,
 ) -> Exception:
-    """Return ``error`` with rank, epoch and step in its text and fields; of the same types.
+    """Return ``error`` with rank, epoch and step in its message and fields. Types are kept.
 
     ``epochs`` is the number of epochs at the end of the run, if it is known.
     """

@@ -248,7 +248,7 @@ class LockstepGroup:
             self.run(lambda: self._grow_once(sizes), keep=Keep.NOTHING)
 
     def _grow_once(self, sizes: list[int]) -> None:
-        """Grow to the size in the list. A restart after a loss has chosen a different one."""
+        """Grow to the size in the list, unless a restart after a loss has emptied it."""
         if not sizes:
             return
         wanted = sizes.pop()
@@ -370,8 +370,8 @@ class LockstepGroup:
             attempt: Calls ranks with ``call_ranks``, and changes nothing in this process.
             epoch: For events.
             epoch_start: Completed steps of the run at the start of the epoch, for events.
-            keep: The state that ``attempt`` changes. It is kept afterwards; a loss meanwhile
-                repeats the attempt.
+            keep: The state that ``attempt`` changes, which is kept afterwards. If a rank is lost
+                before it is kept, the attempt is repeated.
         """
         lost: Exception | None = None
         while True:

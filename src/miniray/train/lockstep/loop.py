@@ -47,12 +47,12 @@ class StepOutput(NamedTuple):
 
 
 class EpochReport(NamedTuple):
-    """What a rank reports after an epoch, or after a part of it.
+    """The report of a rank after an epoch, or after a part of it.
 
     Attributes:
         step: Completed optimizer steps of the run.
         metrics: Means over this rank's samples and ``num_samples``, or the result of the worker's
-            own ``train_epoch``. They cover the epoch up to this step.
+            ``train_epoch``. They cover the epoch up to this step.
         details: Further values of this kind of replica.
         step_in_epoch: Completed steps of an epoch that isn't complete; 0 at its end.
         logs: Log windows that weren't posted yet.
@@ -234,7 +234,7 @@ class StepLoop:
     def _pause(self) -> EpochReport:
         """Return to the driver inside an epoch.
 
-        What it does next, such as an evaluation, is of one model: that of a checkpoint.
+        Buffers are synchronized, so that an evaluation uses the same model as a checkpoint.
         """
         self.replica.share_buffers()
         return self._report(self.state.step_in_epoch)
@@ -318,11 +318,11 @@ class StepLoop:
                 raise FloatingPointError(
                     f"the loss is {value} on rank {self.context.rank} at step {step} of "
                     f"{format_epoch(self.state.epoch)}; "
-                    'on_nonfinite="ignore" would train on with it'
+                    'to continue anyway, set on_nonfinite="ignore"'
                 )
 
     def get_means(self) -> dict[str, Any]:
-        """Return the sums of the epoch so far, for a resume inside of it."""
+        """Return the sums of the epoch so far, to resume inside the epoch."""
         return self._epoch_means.state_dict() if self.state.step_in_epoch else {}
 
     def load_means(self, state: Mapping[str, Any]) -> None:
@@ -352,7 +352,7 @@ def check_scheduler(scheduler: Any, name: str) -> None:
     """Raise ``ValueError`` for a learning rate schedule that depends on the rank's own loss."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(
-            f"{name} cannot be a ReduceLROnPlateau: each rank has a loss of its own, and their "
-            "learning rates would part. on_epoch_end() of the trainer has the result of all ranks: "
-            'lower the rate there, with self.call_workers("set_lr", lr)'
+            f"{name} can't be a ReduceLROnPlateau, because each rank has a different loss, so "
+            "their learning rates would differ. Change the learning rate in on_epoch_end() of the "
+            'trainer, which has the result of all ranks: self.call_workers("set_lr", lr)'
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """What a ``Parallelism`` needs of a run to prepare its ranks.
+    """The settings of a run that a ``Parallelism`` needs to prepare its ranks.
 
     Attributes:
         facts: The fields of ``RunFacts``.
@@ -30,7 +30,7 @@ class RunSettings:
 
 
 class Parallelism(Protocol):
-    """How ranks divide the work, as the driver sees it; ``Replica`` is its part in each rank."""
+    """How ranks divide the work, in the driver. ``Replica`` is its counterpart in each rank."""
 
     @property
     def modules(self) -> Sequence[str]:

@@ -1,12 +1,12 @@
 """Process groups of torch.distributed whose ranks are miniray actors.
 
-The driver opens a ``GroupHost``: a key-value store on a port that the kernel found free. Its
-``spec`` travels to the actors, and each calls ``join(spec, rank)``. The store lives in the driver
-and not in rank 0, so it outlives every rank: whoever is left can still be asked who is missing.
+The driver creates a ``GroupHost``, which is a key-value store on a free port, and sends its
+``spec`` to the actors. Each actor calls ``join(spec, rank)``. Because the driver hosts the store,
+and not rank 0, it outlives all ranks, so the remaining ranks can name the missing ones.
 
-A rank that does not come within ``spec.timeout`` is named in the error on every rank that did come.
-Two processes with one rank, or a process that is in a group already, are refused. ``leave`` is safe
-to call at any time, twice, and in a process that never joined.
+If a rank doesn't join within ``spec.timeout``, the other ranks raise an error that names it. It is
+also an error if two processes have the same rank, or if a process is already in a group. ``leave``
+may be called at any time, more than once, and in processes that never joined.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ _FROM_GLOO = re.compile(r"gloo/\S+:\d+\]")
 
 @dataclasses.dataclass(frozen=True)
 class ProcessGroupSpec:
-    """All a process must know to join; a few plain values, so it travels to any actor.
+    """The values that a process needs to join the group. They can be sent to any actor.
 
     Attributes:
-        host, port: where the store is.
-        name: what the group is for; it stands in error messages, and groups with different names
-            may use one store after another.
-        timeout: seconds for ranks to come together, and for every collective afterwards.
+        host, port: Address of the store.
+        world_size: Number of ranks.
+        backend: ``"gloo"`` or ``"nccl"``.
+        name: Name of the group in error messages. Groups with different names can use the same
+            store one after another.
+        timeout: Limit in seconds for all ranks to join, and for every collective.
     """
 
     host: str
@@ -50,17 +52,17 @@ class ProcessGroupSpec:
     timeout: float = 600.0
 
     def connect(self) -> Any:
-        """A client of the store, for the calling thread alone: calls on one client take turns."""
+        """Return a new client of the store, which only the calling thread should use."""
         return _store(self.host, self.port, self.timeout, is_master=False)
 
 
 class GroupHost:
-    """The store of a group, in the driver. ``close`` ends it; ranks that use it then get errors.
+    """The store of a group, in the driver. After ``close``, ranks that use it get errors.
 
     Args:
-        world_size, backend, name, timeout: see ``ProcessGroupSpec``.
-        other_machines: ranks reach this process by the device that leads to the network, not by
-            the loopback device.
+        world_size, backend, name, timeout: See ``ProcessGroupSpec``.
+        other_machines: Whether ranks run on other machines, so that the store listens on the
+            network interface instead of the loopback interface.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ def join(spec: ProcessGroupSpec, rank: int) -> Any:
     if missing:
         ranks = ", ".join(map(str, missing))
         raise GroupError(
-            f"rank {rank} of {spec.name} waited {spec.timeout:g} s in vain for "
+            f"rank {rank} of {spec.name} timed out after {spec.timeout:g} s waiting for "
             f"rank{'s' if len(missing) > 1 else ''} {ranks} of {spec.world_size}",
             rank=rank,
         )

@@ -146,7 +146,7 @@ class RankContext:
     def set_target(
         self, target: TrainTarget, start: RankState, steps_per_epoch: int | None
     ) -> int | None:
-        """Tell the user's object where the run ends, seen from ``start``; return the step."""
+        """Set the number of epochs and steps of the user's object; return the number of steps."""
         total = target.count_steps(start, steps_per_epoch)
         self._attributes.update(epochs=target.epochs, total_steps=total)
         return total

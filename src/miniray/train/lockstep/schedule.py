@@ -1,7 +1,7 @@
-"""What ranks do after a step besides training: decided without a message where possible.
+"""Decide the actions of ranks after a step, such as logging, with few messages.
 
-``StepSchedule`` is arithmetic that every rank does for itself. What only one process can know, such
-as a request to stop or elapsed minutes, is decided by rank 0 and distributed by ``Agreement``.
+With ``StepSchedule``, every rank computes the same actions without messages. If only one process
+can decide, for example after a request to stop, rank 0 decides and ``Agreement`` broadcasts it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Action(enum.IntFlag):
-    """What all ranks do after the same step."""
+    """Actions of all ranks after the same step."""
 
     NONE = 0
     LOG = enum.auto()
@@ -37,7 +37,7 @@ class StepSchedule:
     snapshot_every: int | None = None
 
     def get_actions(self, step: int) -> Action:
-        """Return what is due once ``step`` steps of the run are complete."""
+        """Return the actions that are due after ``step`` completed steps of the run."""
         action = Action.NONE
         if step == 1 or step % self.log_every == 0:
             action |= Action.LOG
@@ -47,17 +47,16 @@ class StepSchedule:
 
 
 class Agreement:
-    """Distributes what rank 0 decides, so that all ranks act after the same step.
+    """Broadcasts the decisions of rank 0, so that all ranks act after the same step.
 
-    Each broadcast contains the step of the next one, so ranks exchange a message about every
-    ``interval`` seconds and none waits for it alone. All ranks must call ``decide`` after every
-    step, with the same steps.
+    Each broadcast contains the step of the next one, so there is one broadcast about every
+    ``interval`` seconds. All ranks must call ``decide`` after every step, with the same steps.
 
     Args:
         is_source: Whether this is rank 0.
         step: Number of steps that are complete. The first broadcast follows the next step.
-        request: Called on rank 0 only. Returns the action that is requested, and a number that
-            belongs to it, which ``argument`` then is on all ranks.
+        request: Called on rank 0 only. Returns the requested action and its argument, which is
+            available on all ranks as ``argument``.
         interval: Seconds between two broadcasts.
         device: Device of the broadcast tensor. NCCL needs a GPU's.
     """
@@ -82,7 +81,7 @@ class Agreement:
         self._last = (step, time.monotonic())
 
     def decide(self, step: int) -> Action:
-        """Return the action for all ranks after ``step``; in most steps none, without a message."""
+        """Return the action for all ranks after ``step``. Most steps need no broadcast."""
         if step < self._next_step:
             return Action.NONE
         if self._is_source:
@@ -93,7 +92,7 @@ class Agreement:
         return Action(action_value)
 
     def _choose_next(self, step: int) -> int:
-        """Return the step that is about ``interval`` seconds away at the current pace."""
+        """Return the step that is expected to complete in about ``interval`` seconds."""
         last_step, last_time = self._last
         now = time.monotonic()
         self._last = (step, now)

@@ -1,9 +1,9 @@
-"""Heartbeats of ranks, and barriers with a name and a time limit.
+"""Heartbeats of ranks, and named barriers with a timeout.
 
-A thread of each rank sends the rank's position to the store in the driver, twice per second, over
-its own connection. So a rank that is stuck still reports its epoch, step and phase, how long it has
-lasted, how much CPU time it has used, and the stack of its main thread. A rank that is stopped
-or holds the interpreter's lock sends nothing, which is information too.
+Twice per second, a thread of each rank sends the rank's position to the store in the driver, over a
+separate connection. A stuck rank therefore still reports its epoch, step and phase, the duration
+and CPU time of the phase, and the stack of its main thread. A rank sends no heartbeat if its
+process is stopped or if the GIL is never released.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from miniray.train.lockstep import process_group
 from miniray.train.lockstep.process_group import ProcessGroupSpec, find_missing
 from miniray.train.run.step_log import LogWindow
 
-EVALUATION = "evaluation"  #: the phase in which steps are not those of training
+EVALUATION = "evaluation"  #: the phase in which steps are evaluation steps
 
 _INTERVAL = 0.5
-_STACK_AFTER = 1.0  # seconds in one phase; before that a stack says nothing
+_STACK_AFTER = 1.0  # seconds in one phase before the stack is reported
 _DEEPEST = 12
 
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
-#: In the paths of what is installed, here or below a virtual environment that sees the system's.
+#: Parts of the paths of installed packages, in this environment or the system's.
 _INSTALLED = ("site-packages" + os.sep, "dist-packages" + os.sep)
 #: Code in which a rank waits for others.
 _WAITING_CODE = (
@@ -64,7 +64,7 @@ class RankPosition:
     stack: str = ""
 
     def describe(self) -> str:
-        """``rank 1 is in forward, epoch 1, step 3, for 61 s``"""
+        """Format the position as ``rank 1 is in forward, epoch 1, step 3, for 61 s``."""
         where = (
             f"rank {self.rank} is {'' if self.phase.startswith('after ') else 'in '}{self.phase}"
         )
@@ -109,13 +109,13 @@ class HeartbeatSender:
         self._store = store  # the main thread's
         self._main = threading.get_ident()
         self._where = ("joined", time.monotonic())
-        self._moved = 0.0  # when the main thread said so last, as of the last post
+        self._moved = 0.0  # time of the last progress of the main thread, as of the last post
         self._cpu_then = time.process_time()
         self._beats = 0
         self._barriers = 0
         self._logs: collections.deque[Any] = collections.deque()
         self._logs_posted = 0
-        self._logs_lock = threading.Lock()  # held while windows are on their way to the store
+        self._logs_lock = threading.Lock()  # held while windows are sent to the store
         self._request: tuple[int, int] | None = None
         self._before_preparation: str | None = None
         observers.preparation_hooks.append(self._prepare)
@@ -158,8 +158,9 @@ class HeartbeatSender:
             ranks = ", ".join(map(str, missing))
             shown = "\n".join(format_position(positions[rank]) for rank in missing)
             raise BarrierTimeoutError(
-                f"barrier {name!r} of {format_epoch(self.epoch)} waited {self.limit:g} s in vain "
-                f"for rank{'s' if len(missing) > 1 else ''} {ranks} of {self._spec.world_size}\n"
+                f"barrier {name!r} of {format_epoch(self.epoch)} timed out after {self.limit:g} s "
+                f"waiting for rank{'s' if len(missing) > 1 else ''} {ranks} of "
+                f"{self._spec.world_size}\n"
                 f"{shown}",
                 name,
                 tuple(missing),
@@ -194,11 +195,11 @@ class HeartbeatSender:
         (store or self._store).set(f"{self._spec.name}/heartbeat/{self.rank}", text)
 
     def post_log(self, window: Any) -> None:
-        """Queue a log window. The thread posts it, so a step waits for nothing."""
+        """Queue a log window, which the thread sends, so that the step doesn't wait."""
         self._logs.append(window)
 
     def take_logs(self) -> list[Any]:
-        """Return the log windows that weren't posted yet, for an answer to the driver."""
+        """Return the log windows that weren't sent yet, to include them in a result."""
         with self._logs_lock:
             taken = list(self._logs)
             self._logs.clear()
@@ -213,9 +214,9 @@ class HeartbeatSender:
                 self._logs_posted += 1
 
     def take_request(self) -> tuple[int, int]:
-        """Return the newest request of the driver, once: an action and a number that goes with it.
+        """Return the newest request of the driver, (action, argument), once.
 
-        (0, 0) without a request. Only rank 0 receives requests.
+        Without a request, return (0, 0). Only rank 0 receives requests.
         """
         request, self._request = self._request, None
         return request or (0, 0)
@@ -242,7 +243,7 @@ class HeartbeatSender:
                 self.post(store)
                 self._exchange(store)
                 self._ended.wait(_INTERVAL)
-        except RuntimeError:  # the store is gone, and the driver with it or about to end us
+        except RuntimeError:  # the store is closed: the driver has exited or stops this process
             return
 
     def close(self) -> None:
@@ -253,9 +254,10 @@ class HeartbeatSender:
 
 
 def select_readable(found: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """What a reader wants of a stack: not miniray's own frames, and the user's last line always.
+    """Return the frames of a stack to show: no frames of miniray, and the last frame of user code.
 
-    Below that line there may be more of a library than fits. Where all is miniray's, its last.
+    Library frames below the last frame of user code are dropped if there are too many. If all
+    frames are miniray's, return the last ones.
     """
     theirs = [f for f in found if not f.filename.startswith((_OURS, "<"))]
     shown = theirs[-_DEEPEST:]
@@ -270,10 +272,10 @@ def _is_library(filename: str) -> bool:
 
 
 def _is_waiting(frame: Any) -> bool:
-    """Whether a thread waits for other ranks.
+    """Return whether a thread waits for other ranks.
 
-    The doctor's recorder stands around calls of torch: its frames are looked through, or a wait
-    would be taken for the rank's own work, and every rank look guilty of the hang of one.
+    The frames of the doctor's recorder, which wraps calls of torch, are skipped. Otherwise, waiting
+    ranks would seem to be busy and would be reported as the cause of a hang.
     """
     while frame is not None:
         name = frame.f_code.co_filename
@@ -298,13 +300,13 @@ def read_positions(store: Any, spec: ProcessGroupSpec) -> list[RankPosition]:
 
 
 def format_position(position: RankPosition) -> str:
-    """Return a position with its stack, for the text of an error."""
+    """Return a position with its stack, for error messages."""
     stack = "".join(f"    {line}\n" for line in position.stack.splitlines())
     return f"  {position.describe()}\n{stack}".rstrip()
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Return whether ``error`` only reports that other ranks are gone or don't answer."""
+    """Return whether ``error`` only reports that other ranks are lost or don't respond."""
     while isinstance(error, TaskError):
         error = error.cause
     if isinstance(error, MinirayError):

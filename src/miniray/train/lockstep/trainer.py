@@ -478,7 +478,7 @@ class LockstepTrainer(BaseTrainer):
         self._get_ranks().call("load_shared", lambda _: (shared,), keep=Keep.ALL)
 
     def _restore(self, loaded: dict[str, Any]) -> None:
-        # The parts are restored one by one. Ranks that restart meanwhile have all of them.
+        # The parts are restored one by one. If ranks restart in between, they get all parts.
         group, states = self._get_ranks(), loaded["workers"]["states"]
         if loaded["workers"]["count"] != group.count:
             states = share_positions(states, group.count)

@@ -1,11 +1,11 @@
-"""A rank's part of the model: put together, and its state as that of the whole one, and back.
+"""Build a rank's part of the model, and convert its state from and to that of the full model.
 
-All ranks put it together at once, after rank 0's plan: a difference would be a hang, so nothing in
-it depends on anything but the job, the plan and the place.
+All ranks build their parts at the same time according to the plan of rank 0. The parts depend only
+on the job, the plan and the place of the rank, because any other difference could cause a hang.
 
-Every weight and every number of the optimizer is saved under the name its weight has in the whole
-model and in its whole shape. So a checkpoint knows nothing of the layout it was written on: it
-loads on any other, on one worker, or into the plain model.
+Weights and optimizer states are saved with the names and shapes of the full model. Checkpoints
+therefore don't depend on the layout: they can be loaded with any layout, on one worker, or into the
+original model.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from miniray.train.parallel.plan.tensor_plan import apply_plan, check_same
 from miniray.train.parallel.stages import PipelineRunner, StepRecord, TracedRunner, WholeRunner
 from miniray.train.workers import torch_utils as parts
 
-#: Settings of an optimizer that depend on how weights are cut, not on the run.
+#: Settings of an optimizer that depend on the layout, not on the run.
 _OF_THE_LAYOUT = ("foreach", "fused")
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one rank has of the model, and how it is run."""
+    """The part of the model on one rank, with its runner and optimizer."""
 
     runner: Any
     parameters: list[Any]
@@ -50,7 +50,7 @@ class Part:
 
     @property
     def modules(self) -> dict[int, Any]:
-        """By stage."""
+        """Modules by stage."""
         found: dict[int, Any] = self.runner.modules
         return found
 
@@ -59,19 +59,23 @@ class Part:
             module.train(mode)
 
     def weights(self) -> dict[int, dict[str, Any]]:
-        """{stage: {name: weight in one piece}}. A collective where layers are cut."""
+        """Return ``{stage: {name: full weight}}``. A collective if layers are sharded."""
         return {
             stage: {name: gather_full(value) for name, value in module.state_dict().items()}
             for stage, module in self.modules.items()
         }
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
-        """Take this part of the whole model's; ``ValueError`` where one is missing or no fit."""
+        """Load this part of the full model's weights.
+
+        Raises:
+            ValueError: A weight is missing or has a different shape.
+        """
         for module in self.modules.values():
             load_weights(module.state_dict(), weights)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """``{"groups": settings, "state": {name: numbers}}``, in one piece; as ``weights``."""
+        """Return ``{"groups": settings, "state": {name: full values}}``. See ``weights``."""
         names = self.names()
         numbers = self.optimizer.state.items()
         return {
@@ -80,11 +84,11 @@ class Part:
         }
 
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Take this part of what ``optimizer_state`` of all parts gave."""
+        """Load this part of the state that ``optimizer_state`` of all parts returned."""
         mine = self.optimizer.param_groups
         if len(saved["groups"]) != len(mine):
             raise ValueError(
-                f"the state has {len(saved['groups'])} groups of parameters, this optimizer has "
+                f"the state has {len(saved['groups'])} parameter groups, but this optimizer has "
                 f"{len(mine)}"
             )
         for group, settings in zip(mine, saved["groups"], strict=True):
@@ -92,13 +96,13 @@ class Part:
         for parameter, name in self.names().items():
             values = saved["state"].get(name)
             if values is not None:
-                # Not what was saved itself: optimizers change their numbers in place.
+                # Copy the saved values, because optimizers change them in place.
                 self.optimizer.state[parameter] = copy.deepcopy(
                     shard_optimizer_values(parameter, values)
                 )
 
     def get_local(self, take: Callable[[Any], Any]) -> dict[str, Any]:
-        """Return this rank's parts of weights, buffers and the optimizer. No collective."""
+        """Return this rank's parts of weights, buffers and the optimizer. Not a collective."""
         weights = {
             stage: {name: take(value) for name, value in module.state_dict().items()}
             for stage, module in self.modules.items()
@@ -157,7 +161,7 @@ class Part:
 def assemble(
     job: Job, plan: Plan, place: Place, mesh: Any, device: Any, record: StepRecord
 ) -> Part:
-    """This rank's part. A collective."""
+    """Build this rank's part of the model. A collective."""
     runner = _make_runner(job, plan, place, mesh, device, record)
     if plan.tensor is not None:
         _split_tensors(runner, plan, mesh, device)
@@ -166,7 +170,7 @@ def assemble(
     optimizer = _make_optimizer(job, plan, parameters, device)
     scheduler = None if job.scheduler is None else job.scheduler(optimizer)
     check_scheduler(scheduler, "scheduler=")
-    # Shards of one layer draw the same numbers: what is not cut must stay the same on all.
+    # Shards of a layer draw the same random numbers, so that replicated weights stay equal.
     torch.manual_seed(job.seed + 7919 * (place.data * job.layout.pipeline + place.pipeline))
     return Part(runner, parameters, optimizer, scheduler)
 
@@ -190,13 +194,13 @@ def _make_runner(
     pipeline = mesh.get_group("pipeline")
     runner = kind(modules, plan.stages, ranks, pipeline, job.loss, device, record)
     if isinstance(runner, TracedRunner):
-        # Not these layers: the whole model would be kept for an evaluation that may never come.
+        # Pass a function: keeping these layers would keep the full model in memory.
         runner.trace_with(lambda: read_layers(job.model, job.seed), plan.sample)
     return runner
 
 
 def _split_tensors(runner: Any, plan: Plan, mesh: Any, device: Any) -> None:
-    """Cut the weights, and see that the model still computes the same."""
+    """Shard the weights, and check that the output of the model is unchanged."""
     inputs = parts.moved(plan.sample, device)
     kept = torch.get_rng_state()
     for module in runner.modules.values():
@@ -212,7 +216,7 @@ def _split_tensors(runner: Any, plan: Plan, mesh: Any, device: Any) -> None:
             if is_consequence(error):
                 raise
             raise ValueError(
-                f"the plan does not fit the model: with it, its forward pass fails ({error})\n"
+                f"the plan doesn't fit the model, because its forward pass fails ({error})\n"
                 f"{plan.tensor.table()}"
             ) from error
     if before is not None:
@@ -221,16 +225,16 @@ def _split_tensors(runner: Any, plan: Plan, mesh: Any, device: Any) -> None:
 
 
 def _make_optimizer(job: Job, plan: Plan, parameters: list[Any], device: Any) -> Any:
-    # Torch's optimizers refuse to have nothing to do, as with a stage that has nothing to train.
+    # torch's optimizers need at least one parameter, but a stage may have none.
     nothing = torch.nn.Parameter(torch.empty(0, device=device))
     optimizer = job.optimizer(parameters or [nothing])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             "optimizer= must be a function of a list of parameters that returns a torch "
-            f"optimizer; it returned a {type(optimizer).__name__}"
+            f"optimizer, not a {type(optimizer).__name__}"
         )
     if plan.tensor is not None:
         for options in optimizer.param_groups:
-            # Their versions for many tensors at once refuse cut and whole ones in one list.
+            # foreach implementations don't support lists with sharded and regular tensors.
             options["foreach"] = False
     return optimizer

@@ -1,9 +1,9 @@
-"""Batches for the ranks of one replica: one rank loads them and sends the others their part.
+"""Distribute batches to the ranks of one replica.
 
-The rank with the first stage loads. It sends the inputs to the shards of that stage, and the
-targets to those of the last one. So these don't need access to the data, and targets always match
-the inputs (a loader that crops at random would return a different crop on every rank). All ranks
-receive the number of samples of each batch, and the end of the epoch.
+The rank with the first stage loads the batches. It sends the inputs to the shards of that stage,
+and the targets to those of the last one. Other ranks therefore don't need access to the data, and
+targets always match the inputs, even with random augmentation. All ranks receive the number of
+samples of each batch, and the end of the epoch.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], Any]:
         ]
         what = f"{what} of {', '.join(shown) or 'nothing'}"
     raise TypeError(
-        "a batch must be (input, ..., target), or a dict of columns: tensors with as many rows "
-        f"each, the target last; the loader gave a {what}. A collate_fn can make it so"
+        "a batch must be (input, ..., target) or a dict of columns, with tensors of equal length "
+        f"and the target last, not a {what}. Use a collate_fn to convert batches"
     )
 
 
@@ -102,7 +102,7 @@ class Feed:
         return self._receive() if batch is None else self._send(*batch)
 
     def _send(self, count: int, inputs: Any, target: Any) -> tuple[int, Any, Any]:
-        """Send a batch while this rank computes. Waits until the previous batch has arrived."""
+        """Send a batch while this rank computes, after the previous batch has arrived."""
         for work, _ in self._under_way:
             work.wait()
         header = torch.tensor([count, len(inputs)], device=self.device)

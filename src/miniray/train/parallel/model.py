@@ -89,11 +89,11 @@ def _layout(
         raise ValueError(f'split must be "tensor" or "layers", not {split!r}')
     if split == "layers":
         if tensor_parallel is not None or plan is not None:
-            raise ValueError('split="layers" cuts no layer: leave out tensor_parallel and plan')
+            raise ValueError('split="layers" shards no layers. Remove tensor_parallel and plan')
         return read_layout(parallel, num_workers, "pipeline")
     if parallel is not None:
         if tensor_parallel is not None:
-            raise ValueError("tensor_parallel and parallel say the same: pass one of them")
+            raise ValueError("pass either tensor_parallel or parallel, not both")
         return read_layout(parallel, num_workers, "tensor")
     shards = check_int(
         "tensor_parallel", num_workers if tensor_parallel is None else tensor_parallel, 1

@@ -370,5 +370,5 @@ def scale_gradients(parameters: Iterable[Any], factor: float) -> None:
 
 
 def _is_shard(tensor: Any) -> bool:
-    """Whether other ranks have other parts of it."""
+    """Return whether the tensor is sharded over ranks."""
     return any(placement.is_shard() for placement in getattr(tensor, "placements", ()))

@@ -46,7 +46,7 @@ def make_loader(
         )
     if not evaluates and isinstance(made, Iterator):
         raise TypeError(
-            f"{argument}= gives a {type(made).__name__}, which has batches for one epoch only. "
+            f"{argument}= is a {type(made).__name__}, which has batches for one epoch only. "
             "Pass an iterable that starts again with every iter(), such as a DataLoader"
         )
     if isinstance(made, Iterable) and not rows:

@@ -112,7 +112,7 @@ class ModelSplit:
         """
         del kwargs
         if data is None and self.job.val_data is None:
-            raise TypeError("there is nothing to evaluate on: pass data=, or val_data= before")
+            raise TypeError("evaluate() needs data: pass data=, or val_data= to the trainer")
         method: str = "evaluate_together"
         arguments: tuple[Any, ...] = ()
         if data is not None:
@@ -251,7 +251,7 @@ def create_split(
     if missing:
         raise TypeError(f"{trainer}() needs {missing}")
     if options.get("eval_interval") and parts.val_data is None:
-        raise ValueError("eval_interval= evaluates on val_data=, which is not given")
+        raise ValueError("eval_interval= requires val_data=")
     given: dict[str, Any] = {name: getattr(parts, name) for name in names}
     job = Job(
         **{**given, "metrics": {} if parts.metrics is None else parts.metrics},

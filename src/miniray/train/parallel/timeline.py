@@ -123,7 +123,7 @@ class ParallelResult(TrainResult):
 
     @property
     def bubble_formula(self) -> float | None:
-        """Bubble of stages that take equally long, if sending took no time."""
+        """Theoretical bubble for stages of equal duration without communication time."""
         return self.metrics.get("bubble_formula")
 
     def plot_pipeline(self, path: str | Path | None = None) -> Path:

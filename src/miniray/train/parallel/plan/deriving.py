@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-#: (what comes first, what comes last) of modules that are an MLP, by their names.
+#: Names of the (first layers, last layers) of MLP modules.
 _MLP_NAMES = (
     ({"gate_proj", "up_proj"}, "down_proj"),
     ({"w1", "w3"}, "w2"),
@@ -117,7 +117,7 @@ def heads_to_divide(model: nn.Module, styles: Mapping[str, str], shards: int) ->
             if isinstance(count, int):
                 if count % shards:
                     raise ValueError(
-                        f"{parent} has {attribute}={count}, which does not divide by "
+                        f"{parent} has {attribute}={count}, which isn't divisible by "
                         f"tensor_parallel={shards}"
                     )
                 found[parent] = attribute
@@ -126,7 +126,7 @@ def heads_to_divide(model: nn.Module, styles: Mapping[str, str], shards: int) ->
 
 
 def tied_modules(model: nn.Module) -> set[str]:
-    """Modules whose weight is another's too: cutting one would leave the other whole."""
+    """Return the names of modules that share a weight with a different module."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():

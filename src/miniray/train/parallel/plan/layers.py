@@ -84,7 +84,7 @@ class ListedLayers:
         for name, layer in zip(self.names, self._layers, strict=True):
             if not isinstance(layer, nn.Module) and not callable(layer):
                 raise TypeError(
-                    f"layer {name} must be a torch.nn.Module or a function that makes one, not "
+                    f"layer {name} must be a torch.nn.Module or a function that creates one, not "
                     f"{layer!r}"
                 )
 
@@ -123,7 +123,7 @@ class ListedLayers:
 
 
 class TracedLayers:
-    """A module of any form, cut between the members of its longest list of submodules."""
+    """Any module, split between the members of its longest list of submodules."""
 
     traced = True
 
@@ -132,8 +132,8 @@ class TracedLayers:
         name, found = _longest_list(model)
         if len(found) < 2:
             raise TypeError(
-                f"{type(model).__name__} has no list of layers to cut between; pass the layers as "
-                "a list, or use nn.Sequential or nn.ModuleList in the model"
+                f"{type(model).__name__} has no list of layers that can be split into stages. Pass "
+                "the layers as a list, or use nn.Sequential or nn.ModuleList in the model"
             )
         self.names = [f"{name}.{key}" if name else key for key in found]
 
@@ -180,7 +180,7 @@ class TracedLayers:
             pipe = pipeline(self.model, mb_args=tuple(sample), split_spec=cuts)
         except Exception as error:
             raise TypeError(
-                f"torch cannot trace {type(self.model).__name__} to cut it into stages; pass its "
+                f"torch can't trace {type(self.model).__name__} to split it into stages. Pass its "
                 f"layers as a list instead ({type(error).__name__}: {error!s:.300})"
             ) from error
         finally:
@@ -221,7 +221,7 @@ class TracedLayers:
 
 
 def _weights(module: nn.Module) -> dict[str, Any]:
-    """Parameters and buffers by name, all names of those that have several."""
+    """Return parameters and buffers by name, with all names of shared ones."""
     options = {"remove_duplicate": False}
     return {**dict(module.named_parameters(**options)), **dict(module.named_buffers(**options))}
 
@@ -234,9 +234,9 @@ def _check_chain(pipe: Any, model: str) -> None:
             continue
         if before is not None and list(node.all_input_nodes) != [before]:
             raise TypeError(
-                f"a stage of {model} needs {[n.name for n in node.all_input_nodes]}, not only the "
-                "one tensor that the stage before it gives; pass the layers as a list in which "
-                "each takes the output of the one before"
+                f"a stage of {model} needs {[n.name for n in node.all_input_nodes]}, but a stage "
+                "receives only the output tensor of the previous stage. Pass the layers as a list "
+                "in which the input of each layer is the output of the previous one"
             )
         before = node
 

@@ -182,9 +182,9 @@ def check_output(output: Any, what: str) -> None:
     """Raise ``TypeError`` unless the output is one tensor, which can be sent to the next stage."""
     if not isinstance(output, torch.Tensor):
         raise TypeError(
-            f"{what} must return one tensor, which is what stages send to one another; it returned "
-            f"a {type(output).__name__}. Let it return the tensor alone (output[0], "
-            "output.logits), and let layers that need more compute it again"
+            f"{what} must return one tensor, because stages send one tensor to the next stage, not "
+            f"a {type(output).__name__}. Return only the tensor (output[0], output.logits), and "
+            "recompute other values in the layers that need them"
         )
 
 
@@ -193,8 +193,8 @@ def check_value(value: Any) -> None:
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
         what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
         raise TypeError(
-            "loss(output, target) must return one number that depends on the model, a tensor; it "
-            f"returned {what or repr(value)[:80]}"
+            "loss(output, target) must return a scalar tensor that depends on the model, not "
+            f"{what or repr(value)[:80]}"
         )
 
 

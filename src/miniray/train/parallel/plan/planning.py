@@ -38,7 +38,7 @@ def make_plan(job: Job, loader: Any, device: Any) -> Plan:
     with torch.no_grad():  # for the recorder: no epoch of training
         first = next(iter(loader), None)
     if first is None:
-        raise ValueError("data= gives no batch at all")
+        raise ValueError("data= yields no batches")
     inputs, target = split_batch(first)
     batch_size = len(target)
     _check_microbatches(job, batch_size)
@@ -72,8 +72,8 @@ def _check_microbatches(job: Job, batch_size: int) -> None:
     if batch_size % job.microbatches:
         fitting = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
         raise ValueError(
-            f"microbatches={job.microbatches} does not divide the batch of {batch_size} samples; "
-            f"{', '.join(map(str, fitting))} would, or another batch_size"
+            f"batches of {batch_size} samples can't be divided into microbatches="
+            f"{job.microbatches}. Use {', '.join(map(str, fitting))}, or a different batch_size"
         )
 
 
@@ -96,7 +96,7 @@ def _check_shared(layers: Any, stages: StagePlan) -> None:
 def _check_traced(job: Job, loader: Any, batch_size: int) -> None:
     if job.layout.tensor > 1:
         raise TypeError(
-            "the layers of a model that torch has traced into stages cannot be cut themselves; "
+            "layers of a model that torch has traced into stages can't be sharded; "
             'pass the model as a list of layers, or leave out "tensor" in parallel='
         )
     own = planned(loader)
@@ -104,7 +104,7 @@ def _check_traced(job: Job, loader: Any, batch_size: int) -> None:
     if own is not None and own.plan.sizes[-1] != usual:
         raise ValueError(
             f"the last batch of an epoch has {own.plan.sizes[-1]} samples instead of {usual}, and "
-            "a model that torch has traced takes batches of one size only; pass drop_last=True to "
+            "a model that torch has traced requires batches of equal size. Pass drop_last=True to "
             "the DataLoader, or the model as a list of layers"
         )
 

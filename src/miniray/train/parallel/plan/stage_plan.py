@@ -46,7 +46,7 @@ class StagePlan:
         return self.schedule.stages_of(place, self.places, self.per_worker)
 
     def layers_of(self, stage: int) -> str:
-        """``layers 3-5``"""
+        """Return the names of the layers of a stage, such as ``layers 3-5``."""
         low, high = self.bounds[stage]
         names = [cost.name for cost in self.costs[low:high]]
         return f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]}-{names[-1]}"
@@ -116,8 +116,8 @@ def plan_stages(
         sizes = list(layers_per_stage)
         if len(sizes) != count or sum(sizes) != len(costs) or min(sizes) < 1:
             raise ValueError(
-                f"layers_per_stage={sizes} must be {count} numbers >= 1 that add up to the "
-                f"{len(costs)} layers; they are {len(sizes)} and add up to {sum(sizes)}"
+                f"layers_per_stage={sizes} must have {count} numbers >= 1 that add up to "
+                f"{len(costs)} layers, but it has {len(sizes)} that add up to {sum(sizes)}"
             )
     else:
         sizes = _balance_stages(
@@ -137,7 +137,7 @@ def _balance_stages(
     seconds = [cost.seconds for cost in costs]
 
     def needed(low: int, high: int) -> float:
-        """Bytes of a stage, as if it were one with the most microbatches in flight."""
+        """Return the bytes of a stage with the largest number of microbatches in flight."""
         kept = min(microbatches, schedule.in_flight(0, places, microbatches, per_worker))
         part = costs[low:high]
         weights = _TRAINED * sum(cost.parameter_bytes for cost in part)
@@ -155,9 +155,9 @@ def _balance_stages(
         assert least is not None
         largest = max(needed(low, high) for low, high in stage_bounds(least)) * per_worker
         raise ValueError(
-            f"no way of cutting {len(costs)} layers for {places} workers keeps each under "
-            f"memory_limit={size(memory_limit)}; with this many workers {size(largest)} would do, "
-            "or use more workers"
+            f"{len(costs)} layers can't be divided among {places} workers within "
+            f"memory_limit={size(memory_limit)}. Set memory_limit to at least {size(largest)}, or "
+            "use more workers"
         )
     if per_worker > 1:
         sizes = even_out(seconds, sizes, lambda stage: schedule.holder(stage, places), fits)
@@ -267,7 +267,7 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def size(count: float) -> str:
-    """``1.5 MB``"""
+    """Format a number of bytes, such as ``1.5 MB``."""
     for unit in ("B", "KB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -145,8 +145,8 @@ def _check(module: nn.Module, name: str, style: str, shards: int) -> None:
         cut = "num_embeddings" if style == "rowwise" else "embedding_dim"
     else:
         raise ValueError(
-            f"plan[{name!r}]: only Linear and Embedding can be cut, and it is a "
-            f"{type(module).__name__}; name the layers within it"
+            f"plan[{name!r}]: only Linear and Embedding can be sharded, not "
+            f"{type(module).__name__}. Name the layers inside it"
         )
     length = getattr(module, cut)
     if length % shards:
