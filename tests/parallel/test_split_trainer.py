@@ -245,7 +245,7 @@ def test_a_loss_that_is_no_number_ends_the_run(engine):
 def test_a_plan_that_makes_another_model_is_refused_before_training(engine):
     engine()
     model = lambda: nn.Sequential(nn.Embedding(12, 16), nn.Flatten(), nn.Linear(64, 4))  # noqa: E731
-    with pytest.raises(ValueError, match=r"(?s)this plan does not fit the model.*shape"):
+    with pytest.raises(ValueError, match=r"(?s)this plan doesn't fit the model.*shape"):
         ModelParallelTrainer(
             2, model=model, data=make_data(), plan={"2": "colwise"}, **PARTS
         ).train(1)

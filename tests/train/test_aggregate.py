@@ -117,10 +117,10 @@ def test_numbers_at_the_end_of_the_range():
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"), [(None, "returned None"), (0.5, "float 0.5"), ([1], r"list \[1\]")]
+    ("bad", "said"), [(None, "None"), (0.5, "float 0.5"), ([1], r"list \[1\]")]
 )
 def test_a_result_that_is_no_dict_names_the_worker(bad, said):
-    with pytest.raises(TypeError, match=rf"worker 1 .*{said}|worker 1 {said}.*must return a dict"):
+    with pytest.raises(TypeError, match=rf"worker 1: an epoch must return a dict.* not {said}"):
         aggregate([{"loss": 1.0}, bad])
 
 

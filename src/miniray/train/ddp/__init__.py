@@ -1,4 +1,4 @@
-"""``DDPTrainer``: gradients averaged in every step, with whole or sharded copies of the model."""
+"""``DDPTrainer``: data parallelism with replicated or sharded models."""
 
 from miniray.train.ddp.trainer import DDPTrainer
 

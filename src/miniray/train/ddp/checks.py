@@ -1,7 +1,7 @@
 """Checks before the ranks of a DDP run wait for each other.
 
-A difference between ranks that wait is a hang. So the driver first compares everything they must
-agree on, and the error names the ranks and shows both values.
+If ranks differ, they can hang in a collective. The driver therefore compares all values that must
+be equal first, and the error names the ranks and shows both values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from miniray.train.lockstep.rank import RankContext, WorkerTraits
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankSettings(RunFacts):
-    """Settings that every rank gets; see ``DDPTrainer``. Invalid ones raise ``ValueError``."""
+    """Settings of all ranks; see ``DDPTrainer``. Invalid values raise ``ValueError``."""
 
     accumulate: int = 1
     precision: str = "fp32"
@@ -53,23 +53,23 @@ class RankSettings(RunFacts):
 def _check_combinations(settings: RankSettings) -> None:
     if settings.ddp_options.get("static_graph") and settings.accumulate > 1:
         raise ValueError(
-            "static_graph=True and accumulate= do not go together: torch learns the graph from a "
-            "first step in which gradients are averaged"
+            "static_graph=True and accumulate= can't be combined, because torch records the graph "
+            "in the first step, which must average gradients"
         )
     if settings.shard == "none":
         return
     if settings.ddp_options:
         raise ValueError(
             f"{', '.join(settings.ddp_options)} "
-            f"{'goes' if len(settings.ddp_options) == 1 else 'go'} to "
-            'DistributedDataParallel, which shard="full" does not use'
+            f"{'requires' if len(settings.ddp_options) == 1 else 'require'} "
+            'DistributedDataParallel, which isn\'t used with shard="full"'
         )
     models = tuple(settings.models)
     if models != ("model",):
-        raise ValueError(f'shard="full" shards self.model; models={models!r} has others')
+        raise ValueError(f'shard="full" only shards self.model and doesn\'t support {models=}')
     if settings.compile:
         raise ValueError(
-            'shard="full" and compile= do not go together: the weights are gathered between '
+            'shard="full" and compile= can\'t be combined, because weights are gathered between '
             "layers. Compile parts of the model in the worker (self.model.head.compile())"
         )
 
@@ -111,8 +111,8 @@ def check_no_step_options(settings: RankSettings) -> None:
     asked = [name for name, is_set in mine.items() if is_set]
     if asked:
         raise ValueError(
-            f"{', '.join(asked)} need a worker with training_step(batch, batch_idx): with "
-            "train_epoch(epoch) the steps are the worker's own"
+            f"{', '.join(asked)} need a worker with training_step(batch, batch_idx), because a "
+            "worker with train_epoch(epoch) runs its own steps"
         )
 
 
@@ -120,8 +120,8 @@ def check_can_evaluate(worker: ActorHandle[Any]) -> None:
     """Raise ``TypeError`` if the workers have neither ``evaluate`` nor ``validation_step``."""
     if not {"evaluate", "validation_step"}.intersection(worker._info.list_methods()):
         raise TypeError(
-            f"worker class {worker._info.class_name} cannot be evaluated: it has neither "
-            "validation_step(batch, batch_idx) nor evaluate()"
+            f"worker class {worker._info.class_name} can't be evaluated. Implement "
+            "validation_step(batch, batch_idx) or evaluate()"
         )
 
 
@@ -130,9 +130,9 @@ def check_val_loader(facts: Sequence[dict[str, Any]], eval_interval: int) -> Non
     missing = [rank for rank, fact in enumerate(facts) if not fact["val_loader"]]
     if missing:
         raise TypeError(
-            f"eval_interval={eval_interval} evaluates on self.val_loader, which rank "
-            f"{', '.join(map(str, missing))} does not have; make it in __init__ (or in "
-            "load_data_shard)"
+            f"eval_interval={eval_interval} requires self.val_loader, which rank "
+            f"{', '.join(map(str, missing))} doesn't have. Create it in __init__ or in "
+            "load_data_shard"
         )
 
 
@@ -159,8 +159,8 @@ def check_agreement(facts: Sequence[dict[str, Any]], settings: RankSettings) -> 
     alone = len(facts) == 1 or (settings.uneven == "join" and len(settings.models) == 1)
     if settings.accumulate > 1 or settings.shard == "full" or not alone:
         raise ValueError(
-            "self.train_loader has no len(): only accumulate=1, uneven='join', shard='none' and a "
-            "single model can do without it"
+            "self.train_loader must have len(), unless accumulate=1, uneven='join', shard='none' "
+            "and there is a single model"
         )
     return None
 
@@ -168,13 +168,13 @@ def check_agreement(facts: Sequence[dict[str, Any]], settings: RankSettings) -> 
 def create_parts_error(method: str, model: str) -> RuntimeError:
     """Return the error for a model whose parts were called instead of the model itself."""
     return RuntimeError(
-        f"{method} must call self.{model}(...) itself: calling its parts (self.{model}.encoder(x)) "
-        "gives gradients that are not averaged, and the ranks' models drift apart"
+        f"{method} must call self.{model}(...) itself. If it calls submodules "
+        f"(self.{model}.encoder(x)), gradients aren't averaged, and the ranks' models diverge"
     )
 
 
 def read_output(output: Any, rank: int) -> tuple[Any, dict[str, Any]]:
-    """Return the loss and all metrics of what a step returned."""
+    """Return the loss and all metrics from the result of a step."""
     import torch
 
     metrics = dict(output) if isinstance(output, Mapping) else {"loss": output}
@@ -187,17 +187,17 @@ def read_output(output: Any, rank: int) -> tuple[Any, dict[str, Any]]:
             what = f"a tensor of shape {tuple(loss.shape)}. Return its mean()"
         elif output is None:
             what = (
-                "None. A rank cannot leave out a step: the others wait for its gradients. Return a "
-                "loss times 0 instead"
+                "None. A rank can't skip a step, because the others wait for its gradients. "
+                "Return a loss multiplied by 0 instead"
             )
         raise TypeError(
-            f"training_step() on rank {rank} must return the loss, a tensor of one number, or a "
-            f'dict with it as "loss"; it returned {what}'
+            f"training_step() on rank {rank} must return the loss as a scalar tensor, or a dict "
+            f'with it as "loss", not {what}'
         )
     if not loss.requires_grad:
         raise RuntimeError(
-            f"the loss of rank {rank} has no gradient: it was detached, or depends on no parameter "
-            "that is trained. A rank cannot leave out a step: the others wait for its gradients. "
-            "Return a loss times 0 instead"
+            f"the loss of rank {rank} has no gradient, because it was detached or depends on no "
+            "trainable parameter. A rank can't skip a step, because the others wait for its "
+            "gradients. Return a loss multiplied by 0 instead"
         )
     return loss.reshape(()), metrics

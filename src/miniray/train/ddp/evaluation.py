@@ -27,7 +27,7 @@ class ReplicaEvaluation:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Give the worker its plain models inside the context."""
+        """Set the worker's attributes to its original models inside the context."""
         replica = self.replica
         vars(self.user).update(replica.modules)
         training = {name: module.training for name, module in replica.modules.items()}
@@ -45,7 +45,7 @@ class ReplicaEvaluation:
                 replica.modules[name].train(is_training)
 
     def close(self) -> None:
-        """Give the worker back its models with averaged gradients."""
+        """Set the worker's attributes to the models with averaged gradients again."""
         self.replica.use_synced_models()
 
     def run(

@@ -19,7 +19,7 @@ from miniray.train.workers.batches.plan import Window
 def open_loader(
     user: Any, traits: WorkerTraits, settings: RankSettings, context: RankContext
 ) -> EpochData:
-    """Take this rank's share of the ``train_loader`` of a worker with ``training_step``.
+    """Shard the ``train_loader`` of a worker with ``training_step`` for this rank.
 
     Raises:
         TypeError: The worker has no ``train_loader`` or no ``optimizer``.
@@ -27,8 +27,8 @@ def open_loader(
     for needed in ("train_loader", "optimizer"):
         if getattr(user, needed, None) is None:
             raise TypeError(
-                f"{type(user).__name__} has training_step() but no self.{needed}; make it in "
-                "__init__ (or in load_data_shard)"
+                f"{type(user).__name__} has training_step() but no self.{needed}. Create it in "
+                "__init__ or in load_data_shard"
             )
     data.check_loader(user.train_loader, "self.train_loader")
     _take_share(user, traits, settings, context)
@@ -60,7 +60,7 @@ def _gather_counts(count: int) -> list[int]:
 def share_loader(
     user: Any, traits: WorkerTraits, settings: RankSettings, context: RankContext
 ) -> None:
-    """Take this rank's share of the ``train_loader`` of a worker with ``train_epoch``, if any."""
+    """Shard the ``train_loader`` of a worker with ``train_epoch`` for this rank, if it has one."""
     if traits.gets_loader:
         _take_share(user, traits, settings, context)
     elif not traits.shards_data and hasattr(user, "train_loader"):

@@ -1,9 +1,9 @@
-"""The model as a DDP worker sees it: DistributedDataParallel that stays out of the way.
+"""The model of a DDP worker: a transparent wrapper of DistributedDataParallel.
 
 Code written for one process works unchanged: the model's attributes are available, its
-``state_dict`` has the model's own names, and a forward pass without gradients calls no collective.
-With plain DDP the last one is a well-known hang: validation on rank 0 broadcasts buffers that no
-other rank expects.
+``state_dict`` has the original names, and a forward pass without gradients calls no collective.
+With plain DDP, validation on rank 0 only would hang, because it broadcasts buffers that no other
+rank expects.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def find(user: Any, name: str) -> torch.nn.Module:
     if isinstance(module, torch.nn.Module) and any(p.requires_grad for p in module.parameters()):
         return module
     found = [k for k, v in vars(user).items() if isinstance(v, torch.nn.Module)]
-    there = f"it has: {', '.join(found)}" if found else "it has no torch module at all"
+    there = f"found: {', '.join(found)}" if found else "found no torch modules"
     raise TypeError(
-        f"{type(user).__name__}.{name} must be a torch.nn.Module with parameters to "
-        f"train, made in __init__ or load_data_shard ({there}); "
-        'DDPTrainer(models=("generator", "discriminator")) takes others'
+        f"{type(user).__name__}.{name} must be a torch.nn.Module with trainable parameters that "
+        f"is created in __init__ or load_data_shard ({there}). For other attributes, pass "
+        'DDPTrainer(models=("generator", "discriminator"))'
     )
 
 
@@ -88,14 +88,14 @@ def check_optimizers(user: Any, modules: Mapping[str, torch.nn.Module]) -> None:
         ]
         if not owners and not trained & known:
             raise ValueError(
-                f"self.{name} has no parameter of {names}, which would not be trained by it; "
-                "make the optimizer after the model is what it will be"
+                f"self.{name} has no parameters of {names}, so it wouldn't train the model. Create "
+                "the optimizer after the final model"
             )
         whose = f" but of self.{' and self.'.join(owners)}" if owners else ""
         hint = f", or pass models={(*modules, *owners)!r}" if owners else ""
         raise ValueError(
-            f"self.{name} has parameters that are not {names}'s{whose}: their gradients would "
-            "not be averaged, and the workers' copies drift apart. Make them a part of "
+            f"self.{name} has parameters that aren't in {names}{whose}. Their gradients wouldn't "
+            "be averaged, so the copies of the workers would diverge. Make them part of "
             f"self.{next(iter(modules))}{hint}"
         )
 

@@ -241,9 +241,9 @@ class ReplicatedModel:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             raise RuntimeError(
                 f"rank {self.context.rank} has no gradient for {shown} at step "
-                f"{self.context.state.step_in_epoch}: the loss does not depend on it there, and "
-                "other ranks wait for it. Use it in the loss, take it out "
-                "(requires_grad_(False)), or pass find_unused_parameters=True"
+                f"{self.context.state.step_in_epoch}, because the loss doesn't depend on it, and "
+                "other ranks wait for it. Use it in the loss, freeze it (requires_grad_(False)), "
+                "or pass find_unused_parameters=True"
             )
 
     def step_optimizer(self) -> None:

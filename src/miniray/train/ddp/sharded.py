@@ -187,15 +187,15 @@ def _check_worker(worker: Any, traits: WorkerTraits) -> None:
     """Raise an error if the worker's own code would use a shard as the whole model."""
     if traits.own_methods:
         raise TypeError(
-            f'shard="full" does not go with {type(worker).__name__}.{traits.own_methods[0]}():'
-            " no worker has the whole model. Leave it out, and miniray does that (evaluate: by "
-            "validation_step)"
+            f'shard="full" doesn\'t support {type(worker).__name__}.{traits.own_methods[0]}(), '
+            "because no worker has the whole model. Remove the method to use miniray's. To "
+            "customize evaluation, implement validation_step()"
         )
     scalars = [name for name, p in worker.model.named_parameters() if not p.dim()]
     if scalars:
         raise ValueError(
-            f'shard="full" cannot cut {", ".join(scalars[:5])}, which has no dimension; give it '
-            "one: torch.nn.Parameter(torch.zeros(1))"
+            f'shard="full" can\'t shard {", ".join(scalars[:5])}, which has no dimensions. Use a '
+            "tensor with one element: torch.nn.Parameter(torch.zeros(1))"
         )
 
 
@@ -295,7 +295,7 @@ def _pad(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _load_any_batch(worker: Any) -> Any:
-    """Return a batch to keep other ranks company with. Random numbers are restored."""
+    """Return a batch to run in collectives with other ranks. Random numbers are restored."""
     before = parts.random_state()
     try:
         return next(iter(worker.train_loader))

@@ -29,9 +29,9 @@ class DDPTrainer(LockstepTrainer):
 
     The worker has ``self.model``, ``self.optimizer``, ``self.train_loader`` and a
     ``training_step(batch, batch_idx)`` that returns the loss (a mean over the batch) or a dict with
-    it; with ``self.val_loader`` and ``validation_step`` it can be evaluated. Or it is a worker of
-    the parameter-server trainer, with ``train_epoch`` and ``self.model``: then the model's backward
-    pass averages gradients, and nothing else changes.
+    it. For evaluation, it also has ``self.val_loader`` and ``validation_step``. Workers of
+    ``DataParallelTrainer`` with ``train_epoch`` and ``self.model`` are also supported. The backward
+    pass of their model then averages gradients, and nothing else changes.
 
     Args:
         num_workers: Number of workers. ``batch_size`` of the loader is per worker.

@@ -342,7 +342,7 @@ class StepSnapshots:
     def take_newest(self, after: int | None) -> Snapshot | None:
         """Return the newest snapshot of all ranks if it is newer than step ``after``.
 
-        All snapshots are removed: ranks that start again choose slots as on the first day. Call it
+        All snapshots are removed, because ranks that restart begin with the first slot. Call it
         only while no rank runs.
         """
         step = self._arena.find_newest_step()

@@ -101,7 +101,7 @@ def _layout(
     if num_workers % shards:
         fitting = [n for n in range(1, num_workers + 1) if num_workers % n == 0]
         raise ValueError(
-            f"tensor_parallel={shards} does not divide num_workers={num_workers}; "
-            f"{', '.join(map(str, fitting))} would"
+            f"num_workers={num_workers} isn't divisible by tensor_parallel={shards}. Use "
+            f"{', '.join(map(str, fitting))}"
         )
     return Layout(data=num_workers // shards, tensor=shards)

@@ -86,11 +86,11 @@ class PipelineParallelTrainer(LockstepTrainer):
             stages_per_worker = check_int("stages_per_worker", stages_per_worker, 1)
         if stages_per_worker is not None and chosen.fixed not in (None, stages_per_worker):
             raise ValueError(
-                f"schedule={schedule!r} has {chosen.fixed} stages a "
-                f'worker, not {stages_per_worker}; schedule="interleaved" leaves it to you'
+                f"schedule={schedule!r} has {chosen.fixed} stages per worker, not "
+                f'{stages_per_worker}. To set the number, use schedule="interleaved"'
             )
         if plan is not None and layout.tensor == 1:
-            raise ValueError('plan= says how layers are cut: it needs parallel={"tensor": N, ...}')
+            raise ValueError('plan= needs sharded layers: pass parallel={"tensor": N, ...}')
         split, others = create_split(
             type(self).__name__,
             layout,

@@ -1,4 +1,4 @@
-"""One rank of a pipeline or of a model whose layers are sharded: what it holds and computes."""
+"""One rank of a pipeline, or of a model whose layers are sharded."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class PartReplica:
         )
 
     def _iter_steps(self, items: Iterator[Any] | None) -> Iterator[list[MicroBatch]]:
-        """Yield one micro-batch per step: the feed knows when the rank that loads has no more."""
+        """Yield one micro-batch per step, until the rank that loads has no more batches."""
         self._times, self._last_step = [], (self.record.spans, 0.0)
         start = time.perf_counter()
         first = self.context.state.step_in_epoch
@@ -315,12 +315,12 @@ class PartReplica:
 
 
 def average_over_copies(parameters: Iterable[Any], samples: int, group: Any, device: Any) -> None:
-    """Make gradients those of the mean over all copies' samples. A collective of ``group``.
+    """Average gradients over the samples of all copies. A collective of ``group``.
 
     A copy may have fewer samples than others in this step, or none.
     """
     count = torch.tensor([float(samples)], device=device)
-    # One message for each type of number: small ones cost more than their bytes.
+    # One message per dtype, because many small messages are slower.
     by_type: dict[Any, list[Any]] = {count.dtype: [count]}
     for parameter in parameters:
         if parameter.grad is None:
@@ -353,7 +353,7 @@ def compute_gradient_norm(
         if _is_shard(gradient):
             cut += square
         else:
-            whole += square  # every shard's rank has the same: it counts once
+            whole += square  # replicated on all shards, so count it once
     if tensor_group is not None:
         dist.all_reduce(cut, group=tensor_group)
     total = cut + whole

@@ -1,8 +1,8 @@
 """The stages of a worker and their schedule. torch runs them, and this module records the steps.
 
-A batch of the usual size runs in the schedule that the user chose. The last batch of an epoch can
-have a different size, for which torch's buffers don't fit: it runs in a plain schedule with as many
-microbatches as divide it. In both cases, the gradients are those of the mean over the batch.
+Batches of the usual size use the schedule that the user chose. The last batch of an epoch can have
+a different size, which torch's buffers don't support. It uses a plain schedule with a number of
+microbatches that divides it. In both cases, the gradients are those of the mean over the batch.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class RecordedStage(PipelineStage):  # type: ignore[misc]
         return self.record.forward(self.stage_index, fwd_chunk_id, self.submod, work)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Compute the gradients of inputs only if the schedule asks for it, or else of all.
+        """Compute only the gradients of inputs if the schedule requests it, or else all gradients.
 
         torch finds weights on the path from the inputs. If all earlier stages are frozen, no such
         path exists, and torch would silently skip the weights.
@@ -240,8 +240,8 @@ class PipelineRunner:
 class TracedRunner(PipelineRunner):
     """Stages that torch has traced, with the mode and the number of samples of the trace.
 
-    They always use dropout and the statistics of the batch. So evaluations use stages that are
-    traced for them, with the same weights. The last microbatch is padded with copies of a sample.
+    They always use dropout and the statistics of the batch. Evaluations therefore use separately
+    traced stages with the same weights. The last microbatch is padded with copies of a sample.
     """
 
     _evaluating: Any = None

@@ -1,10 +1,10 @@
 """``WorkerGroup``: create, check, call and replace independent workers.
 
-An exception in a worker's code ends the run. The caller gets it with worker id, epoch and remote
-traceback. A worker that crashes, or that exceeds ``worker_timeout`` in one call, is replaced up to
-``max_failures`` times per run. The replacement is set up like the worker before it and repeats its
-call. The results of the others are kept. A replacement that is lost during its setup is replaced
-too.
+An exception in a worker's code stops the run. It is raised with worker ID, epoch and remote
+traceback. A worker that crashes, or whose call exceeds ``worker_timeout``, is replaced up to
+``max_failures`` times per run. The replacement is set up like the lost worker and repeats its call.
+The results of the other workers are kept. If a replacement is lost during its setup, it is also
+replaced.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def create_worker_actor(cls: ActorClass[Any], worker_id: int, kwargs: Mapping[st
 
 
 def get_method_spec(worker: Handle, name: str) -> CallSpec | None:
-    """Return the signature of a worker's method. None if it has no method of that name."""
+    """Return the signature of a worker's method, or None if it has no method of that name."""
     return worker._info.methods.get(name)
 
 
@@ -100,15 +100,15 @@ def check_worker(worker: Any, worker_id: int, required: Sequence[str]) -> None:
     """Raise ``TypeError`` if ``worker`` isn't an actor with the required methods."""
     if not isinstance(worker, ActorHandle):
         raise TypeError(
-            f"create_worker({worker_id}) must return an actor handle, as MyWorker.remote(...) "
-            f"gives, not {worker!r}"
+            f"create_worker({worker_id}) must return an actor handle, such as "
+            f"MyWorker.remote(...), not {worker!r}"
         )
     specs = {name: get_method_spec(worker, name) for name in required}
     missing = [name for name, spec in specs.items() if spec is None]
     if missing:
         raise TypeError(
-            f"worker class {worker._info.class_name} lacks {', '.join(f'{m}()' for m in missing)}; "
-            f"a worker needs {', '.join(f'{m}()' for m in required)}"
+            f"worker class {worker._info.class_name} lacks {', '.join(f'{m}()' for m in missing)}. "
+            f"A worker needs {', '.join(f'{m}()' for m in required)}"
         )
     for name, spec in specs.items():
         if spec is not None and spec.is_generator:
@@ -116,7 +116,7 @@ def check_worker(worker: Any, worker_id: int, required: Sequence[str]) -> None:
 
 
 class ReplacementLostError(Exception):
-    """A replacement died or hangs while it is set up; ``recover`` makes another."""
+    """A replacement crashed or hung during its setup; ``recover`` creates a new one."""
 
     def __init__(self, error: Exception, method: str) -> None:
         super().__init__(str(error))
@@ -183,7 +183,7 @@ class WorkerGroup:
     handles: list[Handle] = dataclasses.field(default_factory=list)
 
     def start(self) -> None:
-        """Make all workers. They start up at the same time."""
+        """Create all workers. They start at the same time."""
         for worker_id in range(self.count):
             worker = self.create(worker_id)
             check_worker(worker, worker_id, self.required)
@@ -267,7 +267,7 @@ class WorkerGroup:
         a crash of the worker.
 
         Raises:
-            ReplacementLostError: The replacement is lost too.
+            ReplacementLostError: The replacement was also lost.
         """
         ref = self.submit(worker_id, method, *args, **kwargs)
         with report_replacement_loss(method, worker_id):

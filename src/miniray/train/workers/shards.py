@@ -317,8 +317,8 @@ def give_data(
         return None
     if not filter_kwargs(signature, {"data": None}):
         raise TypeError(
-            f"data= was given to the trainer, but {type(user).__name__} does not take it: it needs "
-            "load_data_shard(self, shard_id, num_shards, data)"
+            f"the trainer has data=, but load_data_shard() of {type(user).__name__} doesn't accept "
+            "it. Implement load_data_shard(self, shard_id, num_shards, data)"
         )
     shard = create_shard(data, rank, world_size)
     _prepare(shard)

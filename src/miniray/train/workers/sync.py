@@ -158,7 +158,7 @@ class SyncPolicy:
         """Let all workers continue with ``epoch``."""
 
     def get_weights(self) -> Any:
-        """Return the weights that count: those of worker 0, which is replaced if it is lost."""
+        """Return the weights of worker 0, which is replaced if it is lost."""
         if self._group is None:
             raise RuntimeError(NO_WORKERS)
         return miniray.get(self._group.ref_of(0, "get_weights"))
@@ -170,19 +170,19 @@ class SyncPolicy:
     # -- settings and statistics ------------------------------------------------------------------
 
     def set_worker_weight(self, worker_id: int, weight: float) -> None:
-        """Set how much a worker counts, now or when the server starts. The default is 1.
+        """Set the weight of a worker in the average, now or when the server starts. Default: 1.
 
         Raises:
-            ValueError: The strategy doesn't use the weights, or there is no such worker.
+            ValueError: The strategy doesn't use the weights, or the worker doesn't exist.
         """
         if not self._uses_worker_weights:
             raise ValueError(
-                f"set_worker_weight() would do nothing with sync_strategy={self.strategy!r}; "
-                'it needs "weighted" or another one that is based on the weighted mean'
+                f"set_worker_weight() has no effect with sync_strategy={self.strategy!r}. Use "
+                '"weighted" or a different strategy that is based on the weighted mean'
             )
         if worker_id not in range(self.num_workers):
             raise ValueError(
-                f"there is no worker {worker_id!r}: there are {self.num_workers}, from 0"
+                f"worker {worker_id!r} doesn't exist. There are {self.num_workers} workers, from 0"
             )
         self._worker_weights[worker_id] = at_least("a worker's weight", weight, 0)
         if self.server is not None:

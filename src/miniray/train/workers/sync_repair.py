@@ -8,7 +8,7 @@ the survivors may be ahead of it. Which weights count depends on when workers we
 - While the combined weights were distributed: the survivors have them. The replacement and the
   server take them from a survivor, and nothing is combined twice. The memory of the strategy
   (momentum) is then that of the previous sync.
-- No survivor: the replacements have the server's weights, and the sync is repeated with those.
+- If there is no survivor: the replacements have the server's weights, and the sync is repeated.
 
 After every sync, all workers have the weights of the server. The server counts a repaired sync as a
 failed one.
@@ -127,7 +127,7 @@ def _get_failure(ref: Any, timeout: float | None) -> SyncError | None:
     except GetTimeoutError:
         assert timeout is not None
         raise GetTimeoutError(
-            f"the parameter server has not ended a sync in {2 * timeout:g} s, though all workers "
-            "answer: it hangs, or worker_timeout is too short for weights of this size"
+            f"the parameter server didn't complete a sync in {2 * timeout:g} s, although all "
+            "workers respond. It hangs, or worker_timeout is too short for weights of this size"
         ) from None
     return None

@@ -36,7 +36,7 @@ class LayerCost:
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[misc]
     """Counts the bytes that autograd keeps for backward passes of the code in its context.
 
-    Every storage counts once. ``known`` are tensors that exist anyway, such as weights.
+    Every storage is counted once. ``known`` are tensors that aren't counted, such as weights.
     """
 
     def __init__(self, known: Sequence[torch.Tensor] = ()) -> None:
@@ -54,7 +54,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[misc
         if key not in self._seen:
             self._seen.add(key)
             self.bytes += plain.untyped_storage().nbytes()
-        # An output kept as itself would hold its own graph alive.
+        # Detach outputs, which would otherwise keep their graph alive.
         return tensor if tensor.is_leaf else tensor.detach()
 
 
@@ -129,7 +129,7 @@ def _time_once(layer: nn.Module, values: tuple[Any, ...], device: Any) -> float:
 def _measure_traced(
     layers: TracedLayers, inputs: Sequence[Any], device: Any
 ) -> tuple[list[LayerCost], Any]:
-    """Measure the layers in the whole model. Its start and end count for the first and last."""
+    """Measure the layers in the whole model. Its start and end are part of the outer layers."""
     model = layers.model.to(device)
     began: dict[str, float] = {}
     ended: dict[str, float] = {}

@@ -152,7 +152,7 @@ def _check(module: nn.Module, name: str, style: str, shards: int) -> None:
     if length % shards:
         fitting = [n for n in range(2, min(length, 64) + 1) if length % n == 0]
         raise ValueError(
-            f"{name} has {cut}={length}, which does not divide by tensor_parallel={shards}; "
+            f"{name} has {cut}={length}, which isn't divisible by tensor_parallel={shards}; "
             f"{', '.join(map(str, fitting[:6])) or 'no number'} would fit, or leave it "
             '"replicate"'
         )
@@ -201,7 +201,7 @@ def check_same(whole: torch.Tensor, split: torch.Tensor, plan: TensorPlan) -> No
         else f"numbers that differ by up to {(whole - split).abs().max().item():.3g}"
     )
     raise ValueError(
-        f"{how} does not fit the model: the split model's output has {what}. A colwise layer must "
-        "feed a rowwise one with nothing but elementwise functions between; pass plan={...} with "
-        f'"colwise_gather" where it does not.\n{plan.table()}'
+        f"{how} doesn't fit the model: the split model's output has {what}. Between a colwise "
+        "layer and its rowwise layer, only elementwise functions are allowed. For other layers, "
+        f'use "colwise_gather" in plan={{...}}.\n{plan.table()}'
     )

@@ -1,8 +1,8 @@
-"""Random augmentation that depends on the batch, not on who loads it.
+"""Random augmentation that depends on the batch, not on the process that loads it.
 
 Each planned batch carries a seed, and the dataset seeds ``random``, NumPy and torch with it before
-it loads the batch. So a batch is the same with any ``num_workers`` and after a resume in the middle
-of an epoch, and nothing has to be loaded and dropped to get there.
+it loads the batch. A batch is therefore the same with any ``num_workers`` and after resuming inside
+an epoch, and no earlier batches have to be loaded and dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 class SeededIndices(list[int]):
-    """The indices of a batch, and its seed. Travels to loader processes as a plain list does."""
+    """The indices of a batch, and its seed. Sent to loader processes like a plain list."""
 
     def __init__(self, indices: Sequence[int], seed: int) -> None:
         super().__init__(indices)
