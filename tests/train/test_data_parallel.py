@@ -118,7 +118,7 @@ def test_worker_weights_are_refused_where_they_would_do_nothing():
     with pytest.raises(ValueError, match="has no effect with sync_strategy='average'"):
         CounterTrainer(2).set_worker_weight(0, 1.0)
     weighted = CounterTrainer(2, sync_strategy="weighted")
-    with pytest.raises(ValueError, match="worker 2 doesn.t exist"):
+    with pytest.raises(ValueError, match=r"worker 2 doesn.t exist"):
         weighted.set_worker_weight(2, 1.0)
     for wrong in (-1.0, float("inf"), "x", None):
         with pytest.raises(ValueError, match="a worker's weight must be"):

@@ -264,7 +264,7 @@ class NoValidation(Stepper):
 
 
 def test_an_evaluation_that_cannot_be_is_refused_before_the_first_epoch():
-    with pytest.raises(TypeError, match="Untested can't be evaluated. Implement validation_"):
+    with pytest.raises(TypeError, match=r"Untested can't be evaluated. Implement validation_"):
         train(Untested, eval_interval=5)
     with pytest.raises(TypeError, match=r"eval_interval=5 requires self.val_loader, which"):
         train(NoValidation, eval_interval=5)

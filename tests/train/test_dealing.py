@@ -132,7 +132,7 @@ def test_load_data_shard_without_data_raises(tmp_path):
     trainer = DataParallelTrainer(
         worker=Plain, num_workers=1, data=numbers(), backend="inline", run_dir=tmp_path / "run"
     )
-    with pytest.raises(TypeError, match="Plain doesn't accept it. Implement load_data_shard"):
+    with pytest.raises(TypeError, match=r"Plain doesn't accept it. Implement load_data_shard"):
         trainer.train(1)
 
 

@@ -1,7 +1,7 @@
-"""Small classes over the hooks that trainers call; write your own the same way.
+"""Callbacks, whose methods are called by trainers.
 
-An exception in a callback ends the run, like one in a trainer's own hook. Callbacks are called in
-the order given, after the trainer's own hook. All of them run on the driver.
+An exception in a callback stops the run, like one in a hook of the trainer. Callbacks are called in
+order, after the hook of the trainer. All of them run on the driver.
 """
 
 from __future__ import annotations

@@ -169,10 +169,10 @@ class DataParallelTrainer(BaseTrainer):
         return self.sync.strategy
 
     def set_worker_weight(self, worker_id: int, weight: float) -> None:
-        """Set how much a worker counts, before or after ``train`` starts. The default is 1.
+        """Set the weight of a worker in the average, before or after ``train`` starts. Default: 1.
 
         Raises:
-            ValueError: The strategy counts all workers the same, as ``"average"`` does.
+            ValueError: The strategy doesn't use the weights, such as ``"average"``.
         """
         self.sync.set_worker_weight(worker_id, weight)
 

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 @suggest_options(WORKER_HINTS, extends=RunOptions)
 class BaseTrainer:
-    """Run ``train_epoch`` on several workers, epoch after epoch.
+    """Run ``train_epoch`` on several workers for a number of epochs.
 
     Creating a trainer starts nothing. ``train`` starts the engine, if none is running, and the
     workers, and can be called again to train for longer. ``shutdown``, or the ``with`` statement,

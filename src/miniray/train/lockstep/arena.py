@@ -2,8 +2,8 @@
 
 Each rank has a buffer with one or two slots and copies its part of the state into one of them
 after an optimizer step. The memory outlives the ranks, so a restart continues from the newest step
-that every rank has committed, and the driver can write a checkpoint while the ranks train on. It
-disappears with the driver: after the driver's death, the checkpoints on disk count.
+that every rank has committed, and the driver can write a checkpoint while the ranks continue. The
+memory is freed when the driver exits; afterwards, a run can only resume from checkpoints on disk.
 
 A slot:
 

@@ -1,7 +1,8 @@
 """``LockstepGroup``: starts the ranks, calls all of them at once, and restarts them after a loss.
 
-No rank is replaced alone: after an error the others are stuck in a collective. So the first failure
-stops all ranks, and the error is that of its one cause, which may arrive a few seconds later.
+Ranks aren't replaced one by one, because after an error the others are stuck in a collective. The
+first failure stops all ranks. The error that is raised is that of the root cause, which may arrive
+a few seconds later.
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ class LockstepGroup:
     def _report_restart(
         self, lost: Exception, epoch: int | None, epoch_start: int | None, seconds: float
     ) -> None:
-        """Record what was lost, and for how long nothing was trained."""
+        """Record the loss, and how long training was interrupted."""
         died_at, resumed_at = None, self.snapshots.step
         step_in_epoch: int | None = getattr(lost, "step", None)
         if epoch_start is not None and step_in_epoch is not None:
@@ -349,7 +350,7 @@ class LockstepGroup:
         self.close()
 
     def close(self) -> None:
-        """Close the store at which the ranks met, after they have ended."""
+        """Close the store of the process group, after the ranks have exited."""
         host, self._host, self._logs = self._host, None, None
         if host is not None:
             host.close()
@@ -538,7 +539,7 @@ class LockstepGroup:
     def _create_error(
         self, answers: _Answers, method: str, epoch: int | None, reports_progress: bool
     ) -> Exception:
-        """Return the error of the one cause."""
+        """Return the error of the root cause."""
         failures, pending = answers.failures, answers.pending
         positions = self._monitor.read_last_positions() if self._monitor is not None else []
         cause = find_root_cause(failures)
@@ -554,7 +555,7 @@ class LockstepGroup:
         return self._add_part(add_rank_context(error, rank, epoch, position, self.get_epochs()))
 
     def _add_part(self, error: Exception) -> Exception:
-        """Add to the error of a lost rank what part of the model it held."""
+        """Add the part of the model that a lost rank held to its error."""
         rank = getattr(error, "rank", None)
         part = None if rank is None else self.describe_part(rank)
         is_lost = isinstance(error, (ActorDiedError, WorkerTimeoutError))

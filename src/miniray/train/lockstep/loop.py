@@ -1,9 +1,9 @@
-"""The steps of an epoch on one rank: one loop for every kind of replica.
+"""The loop over the steps of an epoch on one rank, for every kind of replica.
 
-If ranks could differ in something that must be equal, it is checked, and the error names rank and
-step. A rank never continues alone: if it left out a backward pass, the others would wait for its
-gradients. So a step without a loss, a loss that isn't finite, a parameter without a gradient and a
-loader that ends early are errors.
+Conditions that must be equal on all ranks are checked, and errors name the rank and the step. A
+rank never skips a backward pass, because the others would wait for its gradients. A step without a
+loss, a loss that isn't finite, a parameter without a gradient and a loader that ends early are
+therefore errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MicroBatch(NamedTuple):
 
     number: int  # of the batch within the epoch
     batch: Any
-    weight: float = 1.0  # of the loss; 0 for a batch that only keeps other ranks company
+    weight: float = 1.0  # of the loss; 0 for a repeated batch, if other ranks still have batches
     is_last: bool = True  # of its step
 
 
@@ -66,7 +66,7 @@ class EpochReport(NamedTuple):
 
 
 class Replica(Protocol):
-    """The part of the model that one rank holds, and how it computes a step with it."""
+    """The part of the model on one rank, and the computation of its steps."""
 
     #: The source line of losses for the flight recorder, such as ``"train.py:17"``.
     site: str
@@ -116,7 +116,7 @@ class Replica(Protocol):
         """Update the parameters."""
 
     def share_buffers(self) -> None:
-        """Give all replicas the buffers of the first, such as running statistics. A collective."""
+        """Copy the buffers of the first replica, such as running statistics. A collective."""
 
     def end_epoch(self) -> None:
         """Share buffers, and step a scheduler that goes by epochs."""
@@ -268,7 +268,7 @@ class StepLoop:
         self.context.count_step(samples)
 
     def _act(self) -> bool:
-        """Do what is due after a step; return whether to return to the driver."""
+        """Run the actions that are due after a step. Return whether to return to the driver."""
         action = self.schedule.get_actions(self.state.step)
         if self.agreement is not None:
             action |= self.agreement.decide(self.state.step)

@@ -1,4 +1,4 @@
-"""A rank: the actor that the driver calls, and what its parts share.
+"""A rank: the actor that the driver calls, and the state that its parts share.
 
 After an error the process group is in an unknown state: the driver stops all ranks, and the process
 isn't used again.

@@ -1,14 +1,13 @@
 """``LockstepTrainer``: base of the trainers whose workers step together.
 
-If a rank raises, dies, hangs or leaves the common path, all ranks are stopped at once and the run
-ends with one error: that of this rank, with epoch and step. Errors of other ranks about lost
+If a rank raises, crashes, hangs or makes different collective calls, all ranks are stopped, and the
+run ends with the error of this rank, with epoch and step. Errors of other ranks about lost
 connections aren't shown.
 
-With ``max_failures``, all ranks restart after one died or hung. They continue from the newest
+With ``max_failures``, all ranks restart after one crashed or hung. They continue from the newest
 snapshot inside the epoch (``snapshot_every``), or else from the end of the last epoch. If a rank is
-lost before the first epoch or between two epochs, while it is set up, in an evaluation, a
-checkpoint or a ``call_workers``, that call is repeated. An exception of user code isn't repeated:
-it would be raised again.
+lost outside an epoch, for example during setup, an evaluation, a checkpoint or ``call_workers``,
+that call is repeated. Exceptions of user code aren't retried, because they would be raised again.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ class LockstepTrainer(BaseTrainer):
 
     @property
     def failures(self) -> int:
-        """How many losses of ranks have been counted."""
+        """Number of lost ranks so far."""
         return self._budget.failures
 
     def train_epoch(self, epoch: int, **kwargs: Any) -> dict[str, Any]:

@@ -49,18 +49,18 @@ class EpochData:
     The position is known for batches that miniray plans, and for loaders of ``miniray.data``. Other
     loaders keep their own state.
 
-    Batches by tokens have to be counted: a rank reads the lengths of its own rows, and the ranks
-    exchange the numbers of their batches. With shuffling, they do that in each epoch. The rest of
-    an epoch can be divided among a different number of ranks if each gets the merged state of all
-    loaders (``load_own_state``).
+    Batches by tokens have to be counted: each rank reads the lengths of its rows, and the ranks
+    exchange the numbers of their batches. With shuffling, this is repeated in each epoch. The rest
+    of an epoch can be divided among a different number of ranks if each gets the merged state of
+    all loaders (``load_own_state``).
 
     Args:
         exchange: Returns the numbers of all ranks for the number of each. A collective.
 
     Attributes:
         loader: The loader.
-        is_counted: It makes batches by tokens.
-        windows: The steps from the base to the end of the epoch. None if the number isn't known.
+        is_counted: Whether the loader creates batches by tokens.
+        windows: The steps from the base to the end of the epoch, or None if the number isn't known.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EpochData:
         self._counted: Any = None  # what ``windows`` were counted for
         self._own_state: Any = None  # of the loader, from a saved run, until the loader starts
         self._saved: Mapping[str, Any] | None = None  # position of other ranks, until then
-        #: The loader can only continue inside an epoch from its start: batches are loaded again.
+        #: To continue inside an epoch, the loader starts at the beginning and skips batches.
         self._skips = not self.has_position and not hasattr(loader, "state_dict")
         self._start_state: dict[str, Any] | None = None
         self._base = Base()

@@ -138,9 +138,11 @@ def create_counted_windows(
 ) -> list[Window]:
     """Return the windows of a rank if each rank has its own batches, ``counts`` of them.
 
-    Each counts the same within a window: how many samples they have is not known beforehand.
-    ``ValueError`` names the ranks where ``counts`` differ and that is not wanted. In the rest of an
-    epoch (``is_rest``), ranks may have nothing to do.
+    All batches in a window have the same weight, because their numbers of samples aren't known. In
+    the rest of an epoch (``is_rest``), a rank may have no batches.
+
+    Raises:
+        ValueError: A rank has no batches, or ``counts`` differ in a way that ``uneven`` excludes.
     """
     fewest, most = min(counts), max(counts)
     shown = ", ".join(f"rank {r} has {count}" for r, count in enumerate(counts))
