@@ -69,7 +69,7 @@ def test_workers_that_share_a_gpu_cannot_cut_layers():
     trainer = ModelParallelTrainer(
         2, **PARTS, model=Transformer, data=make_data(), resources_per_worker=HALF_A_GPU
     )
-    with pytest.raises(ValueError, match=r"workers that share a GPU.* cannot cut layers"):
+    with pytest.raises(ValueError, match=r"workers that share a GPU.* can.t shard layers"):
         trainer.train(1)
 
 

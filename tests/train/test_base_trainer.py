@@ -163,7 +163,7 @@ def test_what_is_not_an_actor_is_refused():
         ({"eval_interval": 0.5}, "eval_interval must be an int >= 0"),
         ({"keep_last": 0}, "keep_last must be an int >= 1 or None"),
         ({"keep_best": "loss"}, "keep_best must be"),
-        ({"name": "a/b"}, "must be a plain folder name"),
+        ({"name": "a/b"}, "must be a plain directory name"),
         ({"backend": "locl"}, "'locl'; it must be one of inline, local, ray"),
         ({"callbacks": [Callback]}, r"must be Callback objects.*; write Callback\(\)"),
     ],

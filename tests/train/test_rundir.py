@@ -38,7 +38,7 @@ def test_a_given_name_and_a_given_path(tmp_path):
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/abs"])
 def test_a_name_is_a_plain_folder_name(name):
-    with pytest.raises(ValueError, match="plain folder name"):
+    with pytest.raises(ValueError, match="plain directory name"):
         RunDirectory.open(name=name)
 
 

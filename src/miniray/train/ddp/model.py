@@ -91,7 +91,7 @@ def check_optimizers(user: Any, modules: Mapping[str, torch.nn.Module]) -> None:
                 f"self.{name} has no parameters of {names}, so it wouldn't train the model. Create "
                 "the optimizer after the final model"
             )
-        whose = f" but of self.{' and self.'.join(owners)}" if owners else ""
+        whose = f" but in self.{' and self.'.join(owners)}" if owners else ""
         hint = f", or pass models={(*modules, *owners)!r}" if owners else ""
         raise ValueError(
             f"self.{name} has parameters that aren't in {names}{whose}. Their gradients wouldn't "

@@ -1,4 +1,4 @@
-"""The run directory: what a run leaves behind, readable at any time and whatever ended the run.
+"""The run directory, which is readable at any time, even if the run was killed.
 
 ::
 
@@ -11,9 +11,9 @@
       loggers.json      ids of the run in tracking tools; see ``loggers``
       .lock             locked by the process that trains; contains its pid and host
 
-``run.json`` is replaced whole. The ``.jsonl`` files grow by one ``write(2)`` a line and follow the
-rules of ``records`` (NaN is ``"NaN"``). Nothing here needs the run's process to read: a run whose
-process was killed still says ``"state": "running"``, and ``status()`` tells that from the truth.
+``run.json`` is replaced atomically. The ``.jsonl`` files grow by one ``write(2)`` per line and
+follow the rules of ``records`` (NaN is ``"NaN"``). Reading doesn't need the process of the run. If
+it was killed, ``run.json`` still contains ``"state": "running"``; ``status()`` returns ``died``.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class RunDirectory:
         self._num_attempts = len(attempts)
 
     def _was_continued(self, attempts: list[Any]) -> bool:
-        """Return whether someone else has written the run since this object did."""
+        """Return whether a different process has written the run since this object did."""
         return self._num_attempts not in (None, len(attempts))
 
     def _put_ranks_aside(self) -> None:
@@ -271,7 +271,7 @@ class RunDirectory:
     # -- metrics.jsonl, events.jsonl --------------------------------------------------------------
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add a line to ``metrics.jsonl``; see ``records`` for what becomes of odd values."""
+        """Add a line to ``metrics.jsonl``; see ``records`` for values that JSON doesn't support."""
         records.append_record(self.metrics_file, record)
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -404,9 +404,9 @@ def _read_holder(path: Path) -> dict[str, Any]:
 
 
 def check_name(name: str | None) -> None:
-    """``ValueError`` for what cannot be the name of a run."""
+    """Raise ``ValueError`` if ``name`` isn't a valid name of a run."""
     if name is not None and (name in ("", ".", "..") or Path(name).name != name):
-        raise ValueError(f"{name!r} cannot be the name of a run: it must be a plain folder name")
+        raise ValueError(f"{name!r} can't be the name of a run: it must be a plain directory name")
 
 
 def _get_error_fields(error: BaseException) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class StopSignals:
     # -- time limits ------------------------------------------------------------------------------
 
     def _escalate(self) -> None:
-        """Send the signal again when its time is over. Runs in a thread."""
+        """Send the signal again when the time limit is reached. Runs in a thread."""
         limit: float | None = None
         while True:
             try:
