@@ -233,7 +233,7 @@ class Scaled(Stepper):
 
 
 def test_parameters_that_would_be_trained_on_each_worker_by_itself_are_refused():
-    words = r"self.optimizer has parameters that aren't in self.model but in self.criterion: .* "
+    words = r"self.optimizer has parameters that aren't in self.model but in self.criterion. .* "
     with pytest.raises(ValueError, match=words + r"pass models=\('model', 'criterion'\)"):
         train(Margin)
     with pytest.raises(ValueError, match=r"self.scaling has .* Make them part of self.model\n"):
