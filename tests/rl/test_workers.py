@@ -232,7 +232,7 @@ def test_an_error_on_one_worker_ends_the_run_with_its_row(local_engine):
     def only_rank_0(row, response):
         return 1 / (1 - row["rank"])
 
-    with pytest.raises(RewardError, match=r"Worker 1, step 0.*\n.*rank=1"):
+    with pytest.raises(RewardError, match=r"worker 1, step 0.*\n.*rank=1"):
         make(data=lambda rank, world: Loaders(rank), reward=only_rank_0).train(steps=1)
 
 
