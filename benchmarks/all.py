@@ -64,6 +64,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "engine": Benchmark("engine.py"),
     "start": Benchmark("start.py"),
     "train": Benchmark("train.py"),
+    "train_pairs": Benchmark("train.py", ("--pairs", "20")),
     "scaling": Benchmark("train.py", ("--scaling",), needs_cores=4),
     "recovery": Benchmark("recovery.py"),
     "sync_interval": Benchmark("sync_interval.py"),

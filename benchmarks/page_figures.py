@@ -89,6 +89,15 @@ def train(record: Record) -> Figures:
     return found
 
 
+def train_pairs(record: Record) -> Figures:
+    ratio = record["samples"]["ratio"]
+    return {
+        "ratio": f"{ratio['median'][0]:.3f}",
+        "interval": " to ".join(f"{end:.3f}" for end in ratio["interval"]),
+        "pairs": str(len(ratio["pairs"])),
+    }
+
+
 def recovery(record: Record) -> Figures:
     from recovery import PEERS, summarize_overhead
 
@@ -351,6 +360,7 @@ MAKERS: dict[str, Callable[[Record], Figures]] = {
     "engine": engine,
     "start": start,
     "train": train,
+    "train_pairs": train_pairs,
     "recovery": recovery,
     "scaling": scaling,
     "sync_interval": sync_interval,

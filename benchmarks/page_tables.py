@@ -14,6 +14,7 @@ from page_figures import Figures, Record, figures, worker_counts
 #: Columns of results whose tables always have the same ones.
 COLUMNS = {
     "engine": ["miniray", "Ray", "ratio"],
+    "train_pairs": ["`DDPTrainer`", "torchrun DDP", "ratio", "95 % interval"],
     "sync_interval": ["held-out loss", "accuracy", "moved", "to interval 1"],
     "ps": ["miniray", "other", "ratio"],
     "memory_table": ["one driver", "sharded, decoded at once", "miniray"],

@@ -107,6 +107,8 @@ def test_figures_are_medians_and_ratios(page, results):
          "ps.4x10.over_gloo", "2.50×"),
         ({"samples": {"miniray-1": {"rate_whole": [10.0]}, "miniray-4": {"rate_whole": [30.0]}}},
          "scaling.miniray.4.efficiency", "75 %"),
+        ({"samples": {"ratio": {"pairs": [1.0, 1.01], "median": [1.005], "interval": [1.0, 1.01]}}},
+         "train_pairs.interval", "1.000 to 1.010"),
         ({"samples": {
             "recovery": {
                 "miniray": {"lost": [1, 2], "seconds": [0.4, 0.2], "failed": [0, 0]},
