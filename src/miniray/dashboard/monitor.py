@@ -180,7 +180,7 @@ class RunMonitor:
     def _get_curves(self, name: str, by_rank: bool) -> list[tuple[str, int | None, Series]]:
         """Return the ``(metric, rank, curve)`` tuples of a chart.
 
-        The chart of a metric contains the scores of evaluations too, such as ``val_loss``. If
+        The chart of a metric also shows its evaluation scores, such as ``val_loss``. If
         ``metrics.jsonl`` contains no values by rank, a chart by rank uses the rank records.
         """
         if by_rank:

@@ -119,7 +119,7 @@ class ShardSampler(torch_data.Sampler[int]):  # type: ignore[misc]
         return self._shard.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a ``state_dict`` of any number of ranks."""
+        """Resume from a ``state_dict`` that was saved on any number of ranks."""
         self._shard.load_state_dict(state)
 
 
@@ -250,7 +250,7 @@ class LightningLoader:
         return {**state, "batches": count if epoch == state["epoch"] else 0}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a ``state_dict`` of any number of ranks."""
+        """Resume from a ``state_dict`` that was saved on any number of ranks."""
         self.loader.load_state_dict(state)
         self._before = self._delivered = int(state["epoch"]), int(state["batches"])
 

@@ -123,7 +123,7 @@ def _get_throughput(run: Run) -> float | None:
 def render_verdict(run: Run, diagnosis: Diagnosis, curves: Sequence[Curve]) -> Markup:
     """Return a box that shows the outcome of the run.
 
-    The box contains the findings of the doctor and the error that the run recorded. The heading
+    The box contains the findings of the doctor and the error in ``run.json``. The heading
     shows the finding or the error, whichever is more severe. If findings were saved while the ranks
     were running, they are shown instead of the findings from the current files.
     """

@@ -104,7 +104,7 @@ def _batches(lengths: Sequence[int], sampling: Sampling) -> list[slice]:
 
 
 def _numbers(prompts: Sequence[Tensor]) -> list[int]:
-    """Return a number for each prompt, which is the same for equal prompts.
+    """Number the prompts. Equal prompts get the same number.
 
     Rollouts often share the tensor of a prompt, so each tensor is read once.
     """

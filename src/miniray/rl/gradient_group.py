@@ -170,7 +170,7 @@ class GradientGroup:
         return {}
 
     def stop(self) -> None:
-        """Close the store and drop the state, after the workers were stopped."""
+        """Close the store and drop the state. Call this after the workers have stopped."""
         host, self._host = self._host, None
         self._group, self._snapshot, self._has_joined = None, None, False
         if host is not None:

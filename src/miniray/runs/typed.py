@@ -19,7 +19,7 @@ def build(cls: type[T], values: Any) -> T:
     """Create a dataclass or named tuple from ``values``, a JSON object.
 
     Lists become tuples and named tuples. Fields that ``cls`` doesn't have are ignored. Raises
-    ``ValueError`` if a field without a default is missing, or one has a wrong type.
+    ``ValueError`` if a required field is missing or a field has a wrong type.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{cls.__name__} must be an object, not {type(values).__name__}")

@@ -320,7 +320,7 @@ class CallbackSetup:
         """Do nothing: ``on_train_start`` is called for new workers."""
 
     def set_up(self, group: WorkerGroup, worker_id: int) -> None:
-        """Call the callbacks. A replacement that is lost during this is replaced too."""
+        """Call the callbacks. If a replacement is lost during these calls, replace it again."""
         for callback in self._callbacks:
             with report_replacement_loss("on_worker_replaced"):
                 callback.on_worker_replaced(self._trainer, worker_id)

@@ -334,7 +334,7 @@ def check_trainer_options(
 ) -> None:
     """Raise ``TypeError`` for an option that neither the trainer nor its strategy has.
 
-    The same for an option of the strategy that has the name of one of the trainer.
+    Also raise ``TypeError`` if the strategy and the trainer have an option of the same name.
     """
     options = strategy_options(strategy)
     if options is None:  # it accepts any option, or doesn't exist

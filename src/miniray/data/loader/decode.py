@@ -199,7 +199,7 @@ class _Parts:
 
 
 def _to_tensor(column: Any) -> Any:
-    """Return numbers, and tensors of one shape, as a tensor, and other columns unchanged."""
+    """Stack numbers and tensors of the same shape into one tensor. Return other columns unchanged."""
     import numpy as np
     import torch
 

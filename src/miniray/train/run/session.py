@@ -132,7 +132,7 @@ class RunSession:
         return self.run
 
     def open_for(self, checkpoint: Path | None) -> RunDirectory:
-        """Open the directory to continue in after loading ``checkpoint``, and return it.
+        """Open and return the run directory in which to continue from ``checkpoint``.
 
         None is a checkpoint from ``checkpoint_dir``.
 

@@ -1,7 +1,8 @@
 """Signals that end a run in order: Ctrl-C, SIGTERM, and SIGUSR1 as sent by ``sbatch --signal``.
 
-The first signal lets the run finish what a checkpoint needs: the current step, or the current epoch
-if workers train it alone. The second one, or the end of ``grace_seconds``, stops the run at once.
+After the first signal, the run completes the current step, or the current epoch if the workers
+train independently, and saves a checkpoint. A second signal, or the end of ``grace_seconds``, stops
+the run at once.
 SIGTERM during the stop ends the process without any cleanup of this process; its workers end with
 it.
 
@@ -29,7 +30,7 @@ _STOP_TIMEOUT_S = 4.0
 class Preempted(KeyboardInterrupt):
     """Ends a run after SIGTERM or SIGUSR1.
 
-    It is a ``KeyboardInterrupt`` so that no code takes it for an error of user code.
+    Derives from ``KeyboardInterrupt``, so it isn't handled as an exception of user code.
     """
 
 
