@@ -199,7 +199,7 @@ class _Parts:
 
 
 def _to_tensor(column: Any) -> Any:
-    """Stack numbers and tensors of the same shape into one tensor. Return other columns unchanged."""
+    """Stack numbers, and tensors of the same shape, into one tensor. Return other columns as is."""
     import numpy as np
     import torch
 

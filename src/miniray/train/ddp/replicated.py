@@ -128,7 +128,7 @@ class ReplicatedModel:
     # -- together ---------------------------------------------------------------------------------
 
     def wrap(self, agreed: Sequence[int] | None) -> int | None:
-        """Wrap the models. ``agreed`` is the number of batches per rank, if ranks must agree on it."""
+        """Wrap the models. ``agreed`` is the number of batches per rank if ranks agree on it."""
         optimizers = parts.stateful(self.user, optimizers_only=True)
         self._synced = self._wrap_models(optimizers.values())
         for name, optimizer in optimizers.items():
