@@ -270,7 +270,8 @@ def test_too_few_processes_of_a_user_are_named(most, monkeypatch):
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv to become a user without other processes")
     keeps = "-all,+dac_override"  # to read the interpreter, wherever it is
-    prefix = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups"]
+    user = str(54321 + most)  # the cases may run at the same time
+    prefix = ["setpriv", "--reuid", user, "--regid", user, "--clear-groups"]
     prefix += ["--inh-caps", keeps, "--ambient-caps", keeps]
     with tempfile.TemporaryDirectory(prefix="mr-") as folder:  # a short path, for sockets
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)

@@ -188,10 +188,10 @@ class Unmeasured(Stepper):
 @pytest.mark.parametrize(
     ("worker", "kind", "message"),
     [
-        (Unmeasured, ValueError, r"no len\(\): only accumulate=1, uneven='join', shard='none'"),
-        (OwnWeights, TypeError, r"does not go with OwnWeights.get_weights\(\): no worker has"),
-        (Scalar, ValueError, "cannot cut scale, which has no dimension"),
-        (Extra, ValueError, "self.optimizer has parameters that are not self.model's"),
+        (Unmeasured, ValueError, r"len\(\), unless accumulate=1, uneven='join', shard='none'"),
+        (OwnWeights, TypeError, r"OwnWeights.get_weights\(\), because no worker has"),
+        (Scalar, ValueError, "can't shard scale, which has no dimensions"),
+        (Extra, ValueError, "self.optimizer has parameters that aren't in self.model"),
         (Alone, ValueError, r'shard="full" need a worker with training_step'),
     ],
 )
@@ -215,9 +215,9 @@ def test_ranks_with_different_numbers_of_batches_keep_each_other_company_or_are_
     ("options", "message"),
     [
         ({"shard": "half"}, "shard must be one of 'none', 'full', not 'half'"),
-        ({"bucket_cap_mb": 5}, "bucket_cap_mb goes to DistributedDataParallel"),
-        ({"models": ("a", "b")}, r"shards self.model; models=\('a', 'b'\) has others"),
-        ({"compile": True}, "do not go together"),
+        ({"bucket_cap_mb": 5}, "bucket_cap_mb requires DistributedDataParallel"),
+        ({"models": ("a", "b")}, r"only shards self.model .*models=\('a', 'b'\)"),
+        ({"compile": True}, "can't be combined"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_at_once(options, message):

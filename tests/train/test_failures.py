@@ -219,7 +219,7 @@ class Stopped(Strategy):
 def test_a_parameter_server_that_hangs_is_named(scale):
     options = {"worker_timeout": 2.5 * scale, "backend": "local", "progress": False}
     trainer = DataParallelTrainer(2, worker=Counter, sync_strategy=Stopped(), **options)
-    message = f"the parameter server has not ended a sync in {5 * scale:g} s"
+    message = f"the parameter server didn't complete a sync in {5 * scale:g} s"
     with pytest.raises(GetTimeoutError, match=message):
         trainer.train(epochs=1)
 
