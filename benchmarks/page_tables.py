@@ -224,7 +224,6 @@ PEER_ROWS = [
     ("– lines in the script", "– 脚本行数", "train", "lines"),
     ("A rank is killed: steps lost, mean", "一个 rank 被杀死：平均丢失的步数", "recovery", "lost"),
     ("– time until the next step", "– 到下一步的时间", "recovery", "seconds"),
-    ("– overhead without failures", "– 无故障时的开销", "recovery", "overhead"),
     (
         "Uncompressed Parquet on 4 ranks: rows per epoch",
         "4 个 rank 读未压缩的 Parquet：每个 epoch 的行",
