@@ -1,7 +1,9 @@
 """``miniray run`` for real, with scripts that need no torch."""
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -466,13 +468,23 @@ def test_bad_options_are_refused_before_anything_starts(
     assert not (tmp_path / "runs").exists()
 
 
+def find_port():
+    """Return a free port, followed by a free one: launchers use both.
+
+    Both are below the range from which the kernel gives ports to other tests' connections.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("", port))
+            second.bind(("", port + 1))
+            return port
+
+
 def two_machines(tmp_path, text, *options):
     """Two launchers that are told to be two machines, each with a run directory of its own."""
     (tmp_path / "train.py").write_text(HEADER + text)
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = str(probe.getsockname()[1])
-    common = [*RUN, "--nnodes", "2", "--master-port", port, *options]
+    common = [*RUN, "--nnodes", "2", "--master-port", str(find_port()), *options]
     processes = [
         subprocess.Popen(
             [*common, "--node-rank", str(node), "--run-dir", f"run-{node}", "train.py"],
