@@ -48,6 +48,7 @@ lint: $(DEV) ## Check style, types and import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m slow tests/typing/test_checkers.py::test_mypy
 	$(BIN)/lint-imports
 
 format: $(DEV) ## Format the code

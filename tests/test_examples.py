@@ -94,6 +94,7 @@ def test_a_model_without_torch(tmp_path):
     assert float(re.search(r"held-out accuracy ([\d.]+)%", shown)[1]) > 95
 
 
+@pytest.mark.slow
 def test_the_transformer_reads_new_sentences(tmp_path, run_script):
     pytest.importorskip("torch")
     shown = run(tmp_path, "bert_tiny.py", start=run_script)

@@ -113,6 +113,7 @@ def test_every_file_expects_something():
         assert "error" in expected(path).values()
 
 
+@pytest.mark.slow  # `make lint` runs it
 def test_mypy(tmp_path):
     assert mypy(tmp_path, WITH_PLUGIN, "miniray.mypy_plugin") == all_expected(WITH_PLUGIN)
 
