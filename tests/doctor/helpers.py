@@ -1,5 +1,6 @@
 """Ranks as forked processes, for tests that need several."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ class Ranks:
         if pid == 0:
             status = 3
             try:
+                faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
                 function(*args)
                 status = 0
             except BaseException as error:
@@ -46,6 +48,8 @@ class Ranks:
                 self.pids.remove(pid)
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.01)
+        os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)  # for the stacks, which say what it waits for
         raise TimeoutError(f"process {pid} still runs")
 
     def end(self):
