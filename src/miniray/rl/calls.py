@@ -17,7 +17,7 @@ import numpy as np
 from miniray.checks import check_choice
 from miniray.rl.config import Algorithm, Sampling, above
 from miniray.rl.metrics import Quad
-from miniray.rl.sources import Row, Source, called_with, check_data
+from miniray.rl.rollouts.sources import Row, Source, called_with, check_data
 from miniray.train.lockstep.process_group import ProcessGroupSpec
 from miniray.train.pretrained import SavedFiles, write_model
 

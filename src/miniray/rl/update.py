@@ -20,12 +20,12 @@ from torch import Tensor
 from miniray.data.plan.permutation import mix
 from miniray.errors import NonFiniteError
 from miniray.rl import losses
-from miniray.rl.batch import MicroBatch, Rollouts
 from miniray.rl.collective import Collective, sum_gradients
 from miniray.rl.config import Algorithm, PPOConfig
 from miniray.rl.losses import selected
 from miniray.rl.metrics import Metrics
-from miniray.rl.reward import brief
+from miniray.rl.rollouts.batch import MicroBatch, Rollouts
+from miniray.rl.rollouts.reward import brief
 
 
 def mini_batch_of(ids: Tensor, count: int, seed: Sequence[int]) -> Tensor:

@@ -16,13 +16,13 @@ from torch import Tensor
 from miniray.errors import NonFiniteError
 from miniray.rl import advantages as adv
 from miniray.rl import losses
-from miniray.rl.batch import MicroBatch, Rollouts
 from miniray.rl.calls import Setup
 from miniray.rl.collective import Collective
 from miniray.rl.config import Algorithm, GRPOConfig, PPOConfig
 from miniray.rl.losses import selected
 from miniray.rl.metrics import Metrics
-from miniray.rl.reward import brief
+from miniray.rl.rollouts.batch import MicroBatch, Rollouts
+from miniray.rl.rollouts.reward import brief
 from miniray.rl.update import bad_sequences, run_policy
 
 

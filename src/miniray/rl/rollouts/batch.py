@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from miniray.rl.losses import selected
-from miniray.rl.sources import Row
+from miniray.rl.rollouts.sources import Row
 
 
 @dataclasses.dataclass

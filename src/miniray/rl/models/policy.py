@@ -12,11 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from miniray.rl.batch import Generated, MicroBatch
 from miniray.rl.config import Sampling
-from miniray.rl.generation import generate, taken_by
-from miniray.rl.logprobs import chosen_log_probs
-from miniray.rl.sources import Row
+from miniray.rl.models.generation import generate, taken_by
+from miniray.rl.models.logprobs import chosen_log_probs
+from miniray.rl.rollouts.batch import Generated, MicroBatch
+from miniray.rl.rollouts.sources import Row
 
 
 @runtime_checkable

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miniray.rl.batch import pad_left, positions
 from miniray.rl.config import Sampling
+from miniray.rl.rollouts.batch import pad_left, positions
 
 #: Returns additional arguments of the model for the rows with these indices.
 Extra = Callable[[Sequence[int]], Mapping[str, Any]]
