@@ -22,10 +22,10 @@ from torch.utils import data as torch_data  # noqa: E402
 
 from miniray.data.torch import TorchDataset, TorchIterableDataset  # noqa: E402
 from miniray.train.run.state import RankState  # noqa: E402
-from miniray.train.workers import shards  # noqa: E402
-from miniray.train.workers.batches.epoch_data import EpochData  # noqa: E402
-from miniray.train.workers.batches.planned import take_share  # noqa: E402
-from miniray.train.workers.shards import TrainData, give_data  # noqa: E402
+from miniray.train.workers.data import shards  # noqa: E402
+from miniray.train.workers.data.epoch_data import EpochData  # noqa: E402
+from miniray.train.workers.data.planned import take_share  # noqa: E402
+from miniray.train.workers.data.shards import TrainData, give_data  # noqa: E402
 from miniray.train.workers.torch_utils import length  # noqa: E402
 
 ROWS = 22

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler 
 
 from miniray.train.ddp.checks import read_output  # noqa: E402
 from miniray.train.lockstep.failure import add_rank_context  # noqa: E402
-from miniray.train.workers.batches.planned import planned, set_epoch, take_share  # noqa: E402
+from miniray.train.workers.data.planned import planned, set_epoch, take_share  # noqa: E402
 from miniray.train.workers.torch_utils import Means, length, moved  # noqa: E402
 from tests.train.ddp_for_tests import Stepper, make_data  # noqa: E402
 

@@ -38,7 +38,7 @@ from miniray.train.run.checkpointer import Part
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.group import NO_WORKERS
-from miniray.train.workers.sync import SyncPolicy
+from miniray.train.workers.sync.policy import SyncPolicy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

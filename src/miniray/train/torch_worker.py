@@ -168,7 +168,7 @@ class TorchWorker:
 
     def _get_progress(self) -> Any:
         """Return the position in the epoch. ``__init__`` of a subclass may not call this one."""
-        from miniray.train.workers.batches.worker_epoch import WorkerEpoch
+        from miniray.train.workers.data.worker_epoch import WorkerEpoch
 
         return vars(self).setdefault("_progress", WorkerEpoch())
 

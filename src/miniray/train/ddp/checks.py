@@ -143,7 +143,7 @@ def check_agreement(facts: Sequence[dict[str, Any]], settings: RankSettings) -> 
     numbers of batches differ in a way that can't be trained.
     """
     from miniray.train.ddp.model import check_signatures
-    from miniray.train.workers.batches.plan import create_counted_windows
+    from miniray.train.workers.data.plan import create_counted_windows
 
     check_signatures([fact["models"] for fact in facts])
     kinds = [fact["device"] for fact in facts]

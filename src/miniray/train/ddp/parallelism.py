@@ -14,8 +14,8 @@ from miniray.train.lockstep.snapshot import Keep
 from miniray.train.run.result import TrainResult
 from miniray.train.run.tensors.shards import merge_shards
 from miniray.train.workers.aggregate import aggregate
+from miniray.train.workers.data.shards import DataRef
 from miniray.train.workers.evaluate import combine, cut
-from miniray.train.workers.shards import DataRef
 
 if TYPE_CHECKING:
     from miniray.train.lockstep.loop import EpochReport

@@ -36,7 +36,7 @@ from miniray.train.optimizer_steps import create_autocast
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.batches.epoch_data import EpochData
+from miniray.train.workers.data.epoch_data import EpochData
 
 
 class ReplicatedModel:

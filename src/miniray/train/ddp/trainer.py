@@ -15,7 +15,7 @@ from miniray.train.ddp.checks import RankSettings, check_min_workers
 from miniray.train.ddp.parallelism import DataParallelism
 from miniray.train.lockstep.trainer import LockstepTrainer
 from miniray.train.options import DATA_HINTS
-from miniray.train.workers.shards import DataRef, TrainData
+from miniray.train.workers.data.shards import DataRef, TrainData
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

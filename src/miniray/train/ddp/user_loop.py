@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import Join
 
 from miniray.train.ddp.checks import create_parts_error
 from miniray.train.lockstep.loop import EpochReport
-from miniray.train.workers.batches import planned as data
+from miniray.train.workers.data import planned as data
 
 if TYPE_CHECKING:
     from miniray.train.ddp.replicated import ReplicatedModel

@@ -24,10 +24,10 @@ from miniray.train.lockstep.status import HeartbeatSender
 from miniray.train.run.state import RankState
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.batches.seeding import derive_seed, seed_generators
 from miniray.train.workers.context import BoundAttributes, MetricLog, WorkerContext
+from miniray.train.workers.data.seeding import derive_seed, seed_generators
+from miniray.train.workers.data.shards import TrainData, give_data
 from miniray.train.workers.group import filter_kwargs
-from miniray.train.workers.shards import TrainData, give_data
 
 if TYPE_CHECKING:
     from pathlib import Path

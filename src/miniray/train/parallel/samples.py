@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from miniray.data.plan.shard import split_evenly
 from miniray.train.parallel.plan.job import Job, Place
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.batches import planned as sharing
-from miniray.train.workers.shards import create_loader, is_loader, recognize
+from miniray.train.workers.data import planned as sharing
+from miniray.train.workers.data.shards import create_loader, is_loader, recognize
 
 
 def make_loader(

@@ -8,8 +8,8 @@ from typing import Any
 
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.shards import TrainData, find_kind, give_data, is_loader
 from miniray.train.workers.group import filter_kwargs
-from miniray.train.workers.shards import TrainData, find_kind, give_data, is_loader
 
 
 class WorkerActor:

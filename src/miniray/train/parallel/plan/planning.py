@@ -16,7 +16,7 @@ from miniray.train.parallel.plan.measure import check_output, check_value, measu
 from miniray.train.parallel.plan.schedules import SCHEDULES
 from miniray.train.parallel.plan.stage_plan import StagePlan, plan_stages
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.batches.planned import planned
+from miniray.train.workers.data.planned import planned
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from miniray.train.run.step_log import LogWindow
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.batches.planned import replace_parts
-from miniray.train.workers.batches.seeding import (
+from miniray.train.workers.data.planned import replace_parts
+from miniray.train.workers.data.seeding import (
     SeededDataset,
     SeededIndices,
     derive_seed,

@@ -16,7 +16,7 @@ from miniray.ps.create import check_parameter_server
 from miniray.ps.strategies.base import at_least
 from miniray.train.options import warn
 from miniray.train.workers.group import NO_WORKERS, WorkerGroup, end
-from miniray.train.workers.sync_repair import sync
+from miniray.train.workers.sync.repair import sync
 
 
 class SyncPolicy:
@@ -119,7 +119,7 @@ class SyncPolicy:
         """Combine the weights of all workers, wait until all have them, and return statistics.
 
         A worker that crashes or hangs is replaced within ``max_failures``. Afterwards, all workers
-        have the weights of the server; ``sync_repair`` says which ones.
+        have the weights of the server; ``repair`` says which ones.
         """
         if self._group is None:
             raise RuntimeError(NO_WORKERS)

@@ -26,7 +26,7 @@ from miniray.checks import check_int
 from miniray.core import session
 from miniray.train.run.records import simplify
 from miniray.train.workers.group import NO_WORKERS, WorkerGroup, add_error_context
-from miniray.train.workers.sync import SyncPolicy
+from miniray.train.workers.sync.policy import SyncPolicy
 
 
 def check_mode(mode: str, staleness: int | None, data: Any) -> None:

@@ -22,8 +22,8 @@ from torch.utils.data import (
 
 from miniray.doctor.handles import check_handles
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.batches.plan import EpochPlan, Window
-from miniray.train.workers.batches.seeding import SeededDataset, SeededIndices, derive_seed
+from miniray.train.workers.data.plan import EpochPlan, Window
+from miniray.train.workers.data.seeding import SeededDataset, SeededIndices, derive_seed
 
 
 class PlannedBatches:

@@ -16,8 +16,8 @@ from typing import Any
 
 from miniray.data import merge_states
 from miniray.errors import DataError
+from miniray.train.workers.data.shards import DataRef, TrainData
 from miniray.train.workers.group import WorkerGroup
-from miniray.train.workers.shards import DataRef, TrainData
 
 
 class ShardLoading:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from miniray.data import DataLoader
 from miniray.errors import DataError
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.batches import planned as data
-from miniray.train.workers.batches.plan import (
+from miniray.train.workers.data import planned as data
+from miniray.train.workers.data.plan import (
     EpochPlan,
     Window,
     create_counted_windows,
