@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils import data as torch_data  # noqa: E402
 
-from miniray.train.lockstep.snapshot import resize_states  # noqa: E402
+from miniray.train.lockstep.snapshots.state import resize_states  # noqa: E402
 from miniray.train.workers.data.seeding import derive_seed  # noqa: E402
 from tests.conformance.helpers import eventually  # noqa: E402
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from miniray.train.ddp import checks
 from miniray.train.lockstep.group import LockstepGroup
 from miniray.train.lockstep.parallelism import RunSettings
-from miniray.train.lockstep.snapshot import Keep
+from miniray.train.lockstep.snapshots.state import Keep
 from miniray.train.run.result import TrainResult
 from miniray.train.run.tensors.shards import merge_shards
 from miniray.train.workers.aggregate import aggregate

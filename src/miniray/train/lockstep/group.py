@@ -31,7 +31,7 @@ from miniray.train.lockstep.monitor import HeartbeatMonitor, Verdict
 from miniray.train.lockstep.options import choose_backend
 from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.schedule import Action
-from miniray.train.lockstep.snapshot import (
+from miniray.train.lockstep.snapshots.state import (
     CheckpointMemory,
     Keep,
     RankSnapshots,

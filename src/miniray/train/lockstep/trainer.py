@@ -35,7 +35,7 @@ from miniray.train.lockstep.options import (
 from miniray.train.lockstep.parallelism import Parallelism, RunSettings
 from miniray.train.lockstep.rank import RankActor
 from miniray.train.lockstep.schedule import Action, StepSchedule
-from miniray.train.lockstep.snapshot import (
+from miniray.train.lockstep.snapshots.state import (
     CheckpointMemory,
     Keep,
     RankSnapshots,
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from miniray.train.lockstep.arena import Snapshot
     from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.lockstep.snapshots.arena import Snapshot
     from miniray.train.options import RunKwargs
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import miniray
 from miniray.core import SharedBuffer
 from miniray.errors import ObjectStoreFullError
-from miniray.train.lockstep.arena import Snapshot, SnapshotArena
+from miniray.train.lockstep.snapshots.arena import Snapshot, SnapshotArena
 from miniray.train.options import warn
 from miniray.train.run.step_log import LogWindow
 
