@@ -130,7 +130,7 @@ KILLER = """
     # directory. The writer is a fork of this process, which has numpy loaded and one thread.
     import os, random, signal, sys, time, warnings
     import numpy as np
-    from miniray.train.run.checkpoint_store import CheckpointStore
+    from miniray.train.run.checkpoints.store import CheckpointStore
     warnings.simplefilter("error")  # a damaged checkpoint would be a warning
 
     directory, background = sys.argv[1], sys.argv[2] == "True"
@@ -203,7 +203,7 @@ def test_the_program_does_not_end_before_a_background_write(tmp_path):
     run(
         """
         import sys, numpy as np
-        from miniray.train.run.checkpoint_store import CheckpointStore
+        from miniray.train.run.checkpoints.store import CheckpointStore
         CheckpointStore(sys.argv[1], background=True).save(3, {"w": np.ones(3_000_000)})
         """,
         tmp_path,
@@ -215,7 +215,7 @@ def test_a_failed_background_write_is_said_at_the_end_of_the_program(tmp_path):
     (tmp_path / "file").write_text("")
     code = """
         import sys
-        from miniray.train.run.checkpoint_store import CheckpointStore
+        from miniray.train.run.checkpoints.store import CheckpointStore
         CheckpointStore(sys.argv[1], background=True).save(3, {})
     """
     done = subprocess.run(

@@ -43,8 +43,8 @@ from miniray.train.lockstep.snapshots.state import (
     share_positions,
 )
 from miniray.train.options import warn
-from miniray.train.run.checkpoint_format import LateState
 from miniray.train.run.checkpointer import Part
+from miniray.train.run.checkpoints.format import LateState
 from miniray.train.run.step_log import LogWindow
 from miniray.train.steps import StepActions, StepOptions
 from miniray.train.trainer import BaseTrainer

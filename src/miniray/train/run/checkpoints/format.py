@@ -1,6 +1,6 @@
 """The directory of one checkpoint: written atomically, and verified completely when read.
 
-``checkpoint_store`` decides which checkpoints to write, keep and read.
+``CheckpointStore`` decides which checkpoints to write, keep and read.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from miniray.errors import CheckpointError
-from miniray.train.run.checkpoint_format import (
+from miniray.train.run.checkpoints.format import (
     CHECKPOINT_NAME,
     MANIFEST,
     CheckpointInfo,

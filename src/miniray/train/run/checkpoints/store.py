@@ -30,7 +30,7 @@ from typing import Any
 from miniray.checks import check_bool, check_int, check_path
 from miniray.errors import CheckpointError
 from miniray.train.options import warn
-from miniray.train.run.checkpoint_format import (
+from miniray.train.run.checkpoints.format import (
     CHECKPOINT_NAME,
     CheckpointInfo,
     Contents,
@@ -42,7 +42,7 @@ from miniray.train.run.checkpoint_format import (
     remove_leftovers,
     write_checkpoint,
 )
-from miniray.train.run.storage import CheckpointStorage, list_copies
+from miniray.train.run.checkpoints.storage import CheckpointStorage, list_copies
 
 __all__ = ["CheckpointInfo", "CheckpointStore"]
 
