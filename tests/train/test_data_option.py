@@ -23,10 +23,10 @@ from torch.utils import data as torch_data  # noqa: E402
 from miniray.data.torch import TorchDataset, TorchIterableDataset  # noqa: E402
 from miniray.train.run.state import RankState  # noqa: E402
 from miniray.train.workers.data import shards  # noqa: E402
+from miniray.train.workers.data.batches import count_samples  # noqa: E402
 from miniray.train.workers.data.epoch_data import EpochData  # noqa: E402
 from miniray.train.workers.data.planned import take_share  # noqa: E402
 from miniray.train.workers.data.shards import TrainData, give_data  # noqa: E402
-from miniray.train.workers.torch_utils import length  # noqa: E402
 
 ROWS = 22
 
@@ -322,10 +322,10 @@ def test_data_is_put_into_the_object_store_once(tmp_path, monkeypatch):
 
 def test_samples_of_a_batch_with_lists():
     lists = [[1.0, 2.0], [3.0]]
-    assert length({"x": lists, "y": torch.zeros(3)}) == 3  # not the length of a list
-    assert length({"x": lists * 2}) == 4
-    assert length({"x": [torch.zeros(5), torch.zeros(5)]}) == 5  # columns collated by torch
-    assert length({"x": ["a", "b", "c"]}) == 3
+    assert count_samples({"x": lists, "y": torch.zeros(3)}) == 3  # not the length of a list
+    assert count_samples({"x": lists * 2}) == 4
+    assert count_samples({"x": [torch.zeros(5), torch.zeros(5)]}) == 5  # columns collated by torch
+    assert count_samples({"x": ["a", "b", "c"]}) == 3
 
 
 @pytest.mark.parametrize("trainer", [DDPTrainer, DataParallelTrainer])

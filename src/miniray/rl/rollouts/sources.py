@@ -17,7 +17,7 @@ from miniray.data.plan.progress import merge_states
 from miniray.data.plan.shard import split_evenly
 from miniray.errors import DataError
 from miniray.rl.config import PROMPTS_PER_STEP
-from miniray.train.workers.torch_utils import is_shardable
+from miniray.train.workers.data.loaders import is_shardable
 
 Row = Mapping[str, Any]
 

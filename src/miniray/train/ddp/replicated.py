@@ -36,7 +36,9 @@ from miniray.train.optimizer_steps import create_autocast
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.batches import count_samples, count_tokens, move_batch
 from miniray.train.workers.data.epoch_data import EpochData
+from miniray.train.workers.data.loaders import get_loader_state, load_loader_state
 
 
 class ReplicatedModel:
@@ -209,7 +211,7 @@ class ReplicatedModel:
         return stack
 
     def forward(self, batch: Any, number: int) -> StepOutput:
-        batch = parts.moved(batch, self.context.device)
+        batch = move_batch(batch, self.context.device)
         self.context.status.set_phase("forward")
         before = [model.forwards for model in self._synced.values()]
         with self.autocast():
@@ -218,7 +220,7 @@ class ReplicatedModel:
         metrics = {**self.context.log.take(), **metrics}
         if before == [model.forwards for model in self._synced.values()]:
             raise create_parts_error("training_step()", next(iter(self._synced)))
-        return StepOutput(loss, metrics, parts.length(batch), parts.count_tokens(batch))
+        return StepOutput(loss, metrics, count_samples(batch), count_tokens(batch))
 
     def backward(self, loss: Any, weight: float) -> None:
         self.context.status.set_phase("backward")
@@ -457,13 +459,13 @@ class ReplicatedModel:
     def get_data_state(self) -> dict[str, Any]:
         if self.epoch_data is not None:
             return self.epoch_data.get_own_state(self.context.state)
-        return {"loader": parts.loader_state(getattr(self.user, "train_loader", None))}
+        return {"loader": get_loader_state(getattr(self.user, "train_loader", None))}
 
     def load_data_state(self, state: Mapping[str, Any]) -> None:
         if self.epoch_data is not None:
             self.epoch_data.load_own_state(state)
         else:
-            parts.load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
+            load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
 
     def set_lr(self, lr: float) -> None:
         TorchWorker.set_lr(self.user, lr)

@@ -32,6 +32,7 @@ from miniray.train.lockstep.mesh import (
 from miniray.train.lockstep.rank import WorkerTraits
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.batches import count_samples, move_batch
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -159,12 +160,12 @@ class ShardedEvaluation(ReplicaEvaluation):
             for number, found in zip(range(int(count)), found_here, strict=False):
                 self.context.status.touch()  # a slow loader doesn't hang
                 if found is not None:
-                    batch = parts.moved(found, device)
+                    batch = move_batch(found, device)
                 elif batch is None:
-                    batch = parts.moved(_load_any_batch(self.user), device)
+                    batch = move_batch(_load_any_batch(self.user), device)
                 values = self.validate(step, batch, number)
                 if found is not None:
-                    means.add(values, parts.length(batch))
+                    means.add(values, count_samples(batch))
         return means.sums()
 
 

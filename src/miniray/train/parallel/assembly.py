@@ -33,7 +33,7 @@ from miniray.train.parallel.plan.layers import read_layers, whole_model
 from miniray.train.parallel.plan.planning import Plan
 from miniray.train.parallel.plan.tensor_plan import apply_plan, check_same
 from miniray.train.parallel.stages import PipelineRunner, StepRecord, TracedRunner, WholeRunner
-from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.batches import move_batch
 
 #: Settings of an optimizer that depend on the layout, not on the run.
 _OF_THE_LAYOUT = ("foreach", "fused")
@@ -201,7 +201,7 @@ def _make_runner(
 
 def _split_tensors(runner: Any, plan: Plan, mesh: Any, device: Any) -> None:
     """Shard the weights, and check that the output of the model is unchanged."""
-    inputs = parts.moved(plan.sample, device)
+    inputs = move_batch(plan.sample, device)
     kept = torch.get_rng_state()
     for module in runner.modules.values():
         module.eval()

@@ -18,6 +18,7 @@ from miniray.data import DataLoader
 from miniray.errors import DataError
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.data import planned as data
+from miniray.train.workers.data.loaders import get_loader_state, load_loader_state
 from miniray.train.workers.data.plan import (
     EpochPlan,
     Window,
@@ -181,11 +182,11 @@ class EpochData:
     def _set_start_state(self, first: int) -> None:
         """Save the random state at the start of an epoch, or restore it to skip batches."""
         if not first or self._start_state is None:
-            loader_state = parts.loader_state(self.loader, has_position=False)
+            loader_state = get_loader_state(self.loader, has_position=False)
             self._start_state = {"random": parts.random_state(), "loader": loader_state}
         else:
             # Starting the processes of the loader draws random numbers.
-            parts.load_loader_state(self.loader, self._start_state["loader"])
+            load_loader_state(self.loader, self._start_state["loader"])
             parts.set_random_state(self._start_state["random"])
 
     def _seek(self, epoch: int, done: int) -> None:
@@ -403,7 +404,7 @@ class EpochData:
 
     def get_own_state(self, state: RankState) -> dict[str, Any]:
         """Return the state of this rank's loader alone."""
-        loader = parts.loader_state(self.loader, has_position=not self.is_planned)
+        loader = get_loader_state(self.loader, has_position=not self.is_planned)
         if self._own_state is not None:
             loader["own"] = self._own_state
         return {"loader": loader, "start": self._start_state if state.step_in_epoch else None}
@@ -419,7 +420,7 @@ class EpochData:
             self._own_state, loader = loader["own"], {**loader, "own": None}
             self.loader.load_state_dict({**self._own_state, "history": [], **_AT_START})
             self._counted = None  # it was for the seed before
-        parts.load_loader_state(self.loader, loader)
+        load_loader_state(self.loader, loader)
         self._start_state = saved.get("start")
 
 

@@ -21,7 +21,12 @@ from torch.utils.data import (
 )
 
 from miniray.doctor.handles import check_handles
-from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.loaders import (
+    check_not_started,
+    describe_custom_sampling,
+    is_over_shard,
+    is_shardable,
+)
 from miniray.train.workers.data.plan import EpochPlan, Window
 from miniray.train.workers.data.seeding import SeededDataset, SeededIndices, derive_seed
 
@@ -103,11 +108,11 @@ def take_share(
         return loader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         loader = shard_data(loader, rank, world_size)
-    if not isinstance(loader, DataLoader) or parts.is_over_shard(loader):
+    if not isinstance(loader, DataLoader) or is_over_shard(loader):
         return loader
     if any(hasattr(part, "set_epoch") for part in (loader.sampler, loader.batch_sampler)):
         return loader  # already sharded, for example by a DistributedSampler
-    problem = parts.describe_custom_sampling(loader)
+    problem = describe_custom_sampling(loader)
     if problem:
         if world_size == 1:
             return loader
@@ -140,8 +145,8 @@ def shard_data(loader: Any, rank: int, world_size: int) -> Any:
     """
     is_torch = isinstance(loader, DataLoader)
     data = loader.dataset if is_torch else loader
-    parts.check_not_started(data, "self.train_loader", world_size)
-    if world_size == 1 or not parts.is_shardable(data):
+    check_not_started(data, "self.train_loader", world_size)
+    if world_size == 1 or not is_shardable(data):
         return loader
     shard = data if data.is_sharded else data.shard(rank, world_size)
     if hasattr(shard, "prepare"):

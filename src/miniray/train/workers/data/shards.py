@@ -17,7 +17,12 @@ import miniray
 from miniray.checks import check_int
 from miniray.doctor.handles import find_handles
 from miniray.errors import HandlesError
-from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.loaders import (
+    describe_custom_sampling,
+    is_over_shard,
+    is_shardable,
+    shard_loader,
+)
 from miniray.train.workers.group import filter_kwargs
 
 Kind = Literal["rows", "torch loader", "shardable", "Hugging Face rows", "Hugging Face stream"]
@@ -103,12 +108,12 @@ def recognize(name: str, data: Any) -> Kind | None:
             raise TypeError(
                 f"{name} must be one split of a {type(data).__name__}, such as {name}[{split!r}]"
             )
-    if parts.is_shardable(data):
+    if is_shardable(data):
         return "shardable"
     torch_data = libraries["torch.utils.data"]
     if torch_data is not None:
         if isinstance(data, torch_data.DataLoader):
-            return "shardable" if parts.is_shardable(data.dataset) else "torch loader"
+            return "shardable" if is_shardable(data.dataset) else "torch loader"
         if isinstance(data, torch_data.Dataset) and hasattr(data, "__len__"):
             return "rows"
     if callable(getattr(data, "shard", None)) and not isinstance(data, type):
@@ -136,12 +141,12 @@ def is_loader(data: Any) -> bool:
     torch_data = sys.modules.get("torch.utils.data")
     if torch_data is not None and isinstance(data, torch_data.DataLoader):
         return True
-    return parts.is_shardable(data) and hasattr(data, "batch_size")
+    return is_shardable(data) and hasattr(data, "batch_size")
 
 
 def _check_data(name: str, data: Any, num_workers: int) -> None:
     kind = find_kind(name, data)
-    problem = parts.describe_custom_sampling(data) if kind == "torch loader" else ""
+    problem = describe_custom_sampling(data) if kind == "torch loader" else ""
     if problem and num_workers > 1:
         raise ValueError(
             f"{name} has {problem}, which can't be sharded on {num_workers} workers. Leave it "
@@ -261,7 +266,7 @@ def create_val_loader(data: TrainData, batch_size: int | None, rank: int, world_
     loader = create_loader("val_data", data.val_data, size, rank, world_size, format="torch")
     if callable(prepare := getattr(loader, "prepare", None)):
         prepare()
-    if parts.is_shardable(loader) or parts.is_over_shard(loader):
+    if is_shardable(loader) or is_over_shard(loader):
         return loader
     from torch.utils.data import BatchSampler, SequentialSampler
 
@@ -339,7 +344,7 @@ def create_shard(data: TrainData, rank: int, world_size: int) -> Any:
     given, kind = data.data, find_kind("data", data.data)
     if is_loader(given) or data.batch_size is not None:
         loader = create_loader("data", given, data.batch_size, rank, world_size)
-        return loader if kind == "shardable" else parts.shard(loader, rank, world_size)
+        return loader if kind == "shardable" else shard_loader(loader, rank, world_size)
     if kind == "shardable":
         return given.shard(rank, world_size)
     if kind == "Hugging Face stream":

@@ -21,6 +21,12 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from miniray.train.run.step_log import LogWindow
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.loaders import (
+    describe_custom_sampling,
+    get_loader_state,
+    is_shardable,
+    load_loader_state,
+)
 from miniray.train.workers.data.planned import replace_parts
 from miniray.train.workers.data.seeding import (
     SeededDataset,
@@ -62,16 +68,16 @@ class _SeededLoader:
     def create(cls, loader: Any) -> _SeededLoader | None:
         """Return None for loaders whose samples are chosen in a different way."""
         is_torch = isinstance(loader, DataLoader) and not hasattr(loader, "state_dict")
-        return None if not is_torch or parts.describe_custom_sampling(loader) else cls(loader)
+        return None if not is_torch or describe_custom_sampling(loader) else cls(loader)
 
     def start(self, first: int) -> Iterator[Any]:
         """Draw the order of the epoch and the seed, and start the loader at batch ``first``."""
         loader = self.original
         listed = self._listed
         listed.batches, listed.seed, listed.first = list(loader.batch_sampler), draw_seed(), first
-        state = parts.random_state(), parts.loader_state(loader, has_position=False)
+        state = parts.random_state(), get_loader_state(loader, has_position=False)
         batches: Iterator[Any] = iter(self._copy)  # draws a number if it starts processes
-        parts.load_loader_state(loader, state[1])
+        load_loader_state(loader, state[1])
         parts.set_random_state(state[0])
         return batches
 
@@ -122,7 +128,7 @@ class WorkerEpoch:
         self.epoch, self.step, self.is_complete = epoch, start, False
         self.means = parts.Means()
         self._reset_log()
-        state = parts.loader_state(loader, has_position=False)
+        state = get_loader_state(loader, has_position=False)
         self._start = {"random": parts.random_state(), "loader": state}
         self._batches = self._iterate(loader)
 
@@ -143,12 +149,12 @@ class WorkerEpoch:
 
     def _reopen(self, loader: Any) -> None:
         """Start the loader of a restored worker. The current random numbers are kept."""
-        now = parts.random_state(), parts.loader_state(loader, has_position=False)
+        now = parts.random_state(), get_loader_state(loader, has_position=False)
         if not hasattr(loader, "state_dict") and self._start is not None:
-            parts.load_loader_state(loader, self._start["loader"])
+            load_loader_state(loader, self._start["loader"])
             parts.set_random_state(self._start["random"])
         self._batches = self._iterate(loader)
-        parts.load_loader_state(loader, {**now[1], "running": False})
+        load_loader_state(loader, {**now[1], "running": False})
         parts.set_random_state(now[0])
 
     def count_steps(self, loader: Any, epoch: int, start: int, accumulate: int = 1) -> int | None:
@@ -162,7 +168,7 @@ class WorkerEpoch:
         except TypeError:
             return None
         # Loaders of miniray.data count the batches that are left.
-        return count + (start if parts.is_shardable(loader) else 0)
+        return count + (start if is_shardable(loader) else 0)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -204,7 +210,7 @@ class WorkerEpoch:
 
     def get_loader_state(self, loader: Any) -> dict[str, Any]:
         """Return the loader's position and random numbers."""
-        state = parts.loader_state(loader)
+        state = get_loader_state(loader)
         if self._is_inside and self._start is not None:
             # Its processes start when the epoch is opened again, with the same random numbers.
             state["running"] = self._start["loader"]["running"]
