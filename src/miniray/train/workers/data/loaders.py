@@ -16,14 +16,7 @@ def shard_loader(loader: Any, shard_id: int, num_shards: int) -> Any:
     miniray.data shards itself unless it was created with ``rank`` and ``world_size``. Every row is
     in exactly one shard. Raise ``TypeError`` for a loader that can't be sharded.
     """
-    from torch.utils.data import (
-        BatchSampler,
-        DataLoader,
-        IterableDataset,
-        RandomSampler,
-        SequentialSampler,
-        Subset,
-    )
+    from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset
 
     if num_shards == 1:
         return loader
@@ -31,32 +24,35 @@ def shard_loader(loader: Any, shard_id: int, num_shards: int) -> Any:
         return loader if loader.is_sharded else loader.shard(shard_id, num_shards)
     if is_over_shard(loader):
         return loader
-    problem = ""
-    if not isinstance(loader, DataLoader):
-        problem = f"it is a {type(loader).__name__}"
-    elif isinstance(loader.dataset, IterableDataset):
-        problem = "its dataset is an IterableDataset"
-    elif loader.batch_size is None:
-        problem = "it has no batch_size, or a custom batch sampler"
-    elif type(loader.sampler) not in (RandomSampler, SequentialSampler) or (
-        isinstance(loader.sampler, RandomSampler)
-        and (loader.sampler.replacement or len(loader.sampler) != len(loader.dataset))
-    ):
-        problem = "it has a custom sampler"
+    is_torch = isinstance(loader, DataLoader)
+    problem = describe_custom_sampling(loader) if is_torch else f"type {type(loader).__name__}"
     if problem:
         raise TypeError(
-            f"this loader can't be sharded: {problem}. Implement load_data_shard(self, shard_id, "
-            "num_shards) in the worker, and create self.train_loader there"
+            f"this loader can't be sharded, because it has {problem}. Implement "
+            "load_data_shard(self, shard_id, num_shards) in the worker, and create "
+            "self.train_loader there"
         )
     rows = Subset(loader.dataset, range(shard_id, len(loader.dataset), num_shards))
     sampler: Any = SequentialSampler(rows)
     if isinstance(loader.sampler, RandomSampler) and len(rows):
         sampler = RandomSampler(rows, generator=loader.sampler.generator)
-    batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
-    # Copy the loader, because a subclass may need further arguments. A loader doesn't allow the
-    # assignments. Its running processes (persistent_workers) have all rows.
+    return replace_rows(loader, rows, sampler, drop_last=loader.drop_last)
+
+
+def replace_rows(loader: Any, rows: Any, sampler: Any, *, drop_last: bool) -> Any:
+    """Return a copy of a torch loader over different rows, in batches of the same size."""
+    from torch.utils.data import BatchSampler
+
+    batches = BatchSampler(sampler, loader.batch_size, drop_last)
+    return replace_parts(loader, dataset=rows, sampler=sampler, batch_sampler=batches)
+
+
+def replace_parts(loader: Any, **changes: Any) -> Any:
+    """Return a copy of a torch loader with different parts. Attributes of subclasses are kept."""
     own = copy.copy(loader)
-    vars(own).update(dataset=rows, sampler=sampler, batch_sampler=batches, _iterator=None)
+    # A loader doesn't allow the assignment. Its running processes (persistent_workers) have the
+    # old parts.
+    vars(own).update(changes, _iterator=None)
     return own
 
 

@@ -9,7 +9,6 @@ error, because all ranks would train on the same samples.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +25,7 @@ from miniray.train.workers.data.loaders import (
     describe_custom_sampling,
     is_over_shard,
     is_shardable,
+    replace_parts,
 )
 from miniray.train.workers.data.plan import EpochPlan, Window
 from miniray.train.workers.data.seeding import SeededDataset, SeededIndices, derive_seed
@@ -160,15 +160,6 @@ def planned(loader: Any) -> PlannedBatches | None:
     """Return the planned batches of a loader, or None if user code determines the batches."""
     batches = getattr(loader, "batch_sampler", None)
     return batches if isinstance(batches, PlannedBatches) else None
-
-
-def replace_parts(loader: Any, **changes: Any) -> Any:
-    """Return a copy of the loader with different parts. Attributes of subclasses are kept."""
-    own = copy.copy(loader)
-    # A loader doesn't allow the assignment. Its running processes (persistent_workers) have the
-    # old parts.
-    vars(own).update(changes, _iterator=None)
-    return own
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -6,7 +6,6 @@ are a few hundred bytes; an in-memory dataset includes its rows. Each worker sel
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import sys
@@ -21,6 +20,8 @@ from miniray.train.workers.data.loaders import (
     describe_custom_sampling,
     is_over_shard,
     is_shardable,
+    replace_parts,
+    replace_rows,
     shard_loader,
 )
 from miniray.train.workers.group import filter_kwargs
@@ -221,9 +222,7 @@ def _shard_loader(loader: Any, rank: int, world_size: int, format: Any) -> Any:
         if format is not None and hasattr(shard, "set_default_format"):
             shard.set_default_format(format)
         return shard
-    shard = copy.copy(loader)  # torch's, which doesn't allow the assignment
-    vars(shard).update(dataset=loader.dataset.shard(rank, world_size), _iterator=None)
-    return shard
+    return replace_parts(loader, dataset=loader.dataset.shard(rank, world_size))
 
 
 def split_stream(data: Any, rank: int, world_size: int) -> Any:
@@ -268,14 +267,10 @@ def create_val_loader(data: TrainData, batch_size: int | None, rank: int, world_
         prepare()
     if is_shardable(loader) or is_over_shard(loader):
         return loader
-    from torch.utils.data import BatchSampler, SequentialSampler
+    from torch.utils.data import SequentialSampler
 
     rows = ShardedRows(loader.dataset, rank, world_size)
-    sampler = SequentialSampler(rows)
-    batches = BatchSampler(sampler, loader.batch_size, drop_last=False)
-    shard = copy.copy(loader)
-    vars(shard).update(dataset=rows, sampler=sampler, batch_sampler=batches, _iterator=None)
-    return shard
+    return replace_rows(loader, rows, SequentialSampler(rows), drop_last=False)
 
 
 def give_data(

@@ -26,8 +26,8 @@ from miniray.train.workers.data.loaders import (
     get_loader_state,
     is_shardable,
     load_loader_state,
+    replace_parts,
 )
-from miniray.train.workers.data.planned import replace_parts
 from miniray.train.workers.data.seeding import (
     SeededDataset,
     SeededIndices,
