@@ -42,6 +42,7 @@ USER_METHODS = {
     "assign_data": "load_data_shard",
     "check_validation": "validation_step",
     "evaluate_together": "evaluate",
+    "run_rank_epoch": "train_epoch",
     "train_on_shard": "train_epoch",
     "train_steps_on_shard": "train_steps",
 }
