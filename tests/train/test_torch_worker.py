@@ -197,13 +197,13 @@ class Stream(IterableDataset):
         ({"model": None}, r"must set self\.model"),
         ({"optimizer": None}, r"must set self\.optimizer"),
         ({"train_loader": None}, r"must set self\.train_loader"),
-        ({"train_loader": DataLoader(Stream())}, "is an IterableDataset.*load_data_shard"),
-        ({"train_loader": [1, 2]}, "it is a list"),
+        ({"train_loader": DataLoader(Stream())}, "an IterableDataset.*load_data_shard"),
+        ({"train_loader": [1, 2]}, "type list"),
         (
             {"train_loader": DataLoader(range(4), sampler=[0, 1])},
             "custom sampler.*load_data_shard",
         ),
-        ({"train_loader": DataLoader(range(4), batch_size=None)}, "no batch_size"),
+        ({"train_loader": DataLoader(range(4), batch_size=None)}, "batch_size=None"),
         (
             {"train_loader": DataLoader(range(4), batch_sampler=BATCHES)},
             "custom batch sampler.*load_data_shard",

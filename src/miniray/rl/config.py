@@ -24,8 +24,6 @@ PROMPTS_PER_STEP = 64
 _CONFIG_HINTS = {
     **dict.fromkeys(("steps", "max_steps", "max_epochs", "num_epochs"), "Pass train(steps=...)."),
     "batch_size": "Use prompts_per_step=.",
-    "clip_norm": "Use max_grad_norm=.",
-    "gradient_clip_val": "Use max_grad_norm=.",
     "beta": "Use kl=KLPenalty(coef=...).",
     "kl_coef": "Use kl=KLPenalty(coef=...).",
     "on_error": "Pass it to the trainer.",
@@ -128,7 +126,7 @@ class Algorithm:
         mini_batches: Updates per pass.
         micro_batch_tokens: Maximum number of padded tokens in a forward and backward pass.
         lr: Learning rate of AdamW. Not used if the trainer has an ``optimizer``.
-        max_grad_norm: Maximum norm to which gradients are clipped.
+        clip_norm: Maximum norm of the gradients of all parameters together. None: no clipping.
         clip_low, clip_high, dual_clip, agg: See ``losses.policy_loss``.
         entropy_coef: Coefficient of the entropy bonus.
         kl: See ``KLPenalty``.
@@ -140,7 +138,7 @@ class Algorithm:
     mini_batches: int = 1
     micro_batch_tokens: int = 16_384
     lr: float = 1e-6
-    max_grad_norm: float = 1.0
+    clip_norm: float | None = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
@@ -155,7 +153,8 @@ class Algorithm:
             check_int("prompts_per_step", self.prompts_per_step, 1)
         for name in ("lr", "clip_low", "clip_high", "entropy_coef"):
             in_range(name, getattr(self, name), 0)
-        above("max_grad_norm", self.max_grad_norm, 0)
+        if self.clip_norm is not None:
+            above("clip_norm", self.clip_norm, 0)
         if self.dual_clip is not None:
             above("dual_clip", self.dual_clip, 1)
         check_choice("agg", self.agg, AGGREGATIONS)

@@ -54,7 +54,8 @@ class DDPTrainer(LockstepTrainer):
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (with a gradient scaler).
         clip_norm: Maximum norm of the gradients of all parameters together.
         compile: ``torch.compile`` the model: True, the name of a backend, or a dict of options.
-        on_nonfinite: ``"error"``: a loss that is NaN or infinite ends the run; or ``"ignore"``.
+        on_nonfinite: If a loss is NaN or infinite, raise (``"error"``) or train with it
+            (``"ignore"``).
         on_divergence: ``"error"``: with every checkpoint, ranks compare checksums of their weights,
             and ``WeightsDivergedError`` ends the run if they differ; or ``"warn"``, which only
             leaves out that checkpoint. With ``shard="full"`` there is nothing to compare.

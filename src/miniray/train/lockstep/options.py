@@ -44,11 +44,18 @@ class RunFacts:
         raise NotImplementedError
 
 
+#: Why ``on_nonfinite="skip"``, which parameter sync has, is missing here.
+_NO_SKIP = (
+    "Ranks average their gradients in every step, so none of them can be left out. With "
+    'precision="fp16", the gradient scaler skips such steps on all ranks.'
+)
+
+
 def check_options(
     *, clip_norm: Any, hang_timeout: Any, timeout: Any, on_nonfinite: str, group_backend: str
 ) -> None:
     """Raise ``ValueError`` for invalid options of ``LockstepTrainer``."""
-    check_choice("on_nonfinite", on_nonfinite, ("error", "ignore"))
+    check_choice("on_nonfinite", on_nonfinite, ("error", "ignore"), {"skip": _NO_SKIP})
     check_choice("group_backend", group_backend, ("auto", "gloo", "nccl"))
     if clip_norm is not None and not _is_positive(clip_norm):
         raise ValueError(f"clip_norm must be a number > 0 or None, not {clip_norm!r}")
