@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from miniray.counting import format_epoch
 from miniray.doctor.findings import named
@@ -83,6 +83,35 @@ def describe_loss(
     when = "" if died_at is None else f" at step {died_at}"
     where = "start over" if resumed_at is None else f"continue at step {resumed_at}"
     return f"{who} {what}{when}; all ranks restarted in {seconds:.2f} s and {where}"
+
+
+def create_restart_event(
+    lost: Exception,
+    epoch: int | None,
+    epoch_start: int | None,
+    resumed_at: int | None,
+    seconds: float,
+) -> dict[str, Any]:
+    """Return the event of a restart of all ranks.
+
+    Args:
+        lost: The error of the loss.
+        epoch: The epoch, if the ranks trained.
+        epoch_start: Completed steps of the run at the start of the epoch.
+        resumed_at: Completed steps of the state from which they continue.
+        seconds: How long training was interrupted.
+    """
+    step_in_epoch: int | None = getattr(lost, "step", None)
+    died_at = None
+    if epoch_start is not None and step_in_epoch is not None:
+        died_at = epoch_start + step_in_epoch
+    event: dict[str, Any] = {"event": "ranks_restarted", "epoch": epoch, "reason": str(lost)}
+    event |= {"rank": getattr(lost, "rank", None), "died_at_step": died_at}
+    event |= {"resumed_at_step": resumed_at, "seconds": seconds}
+    if died_at is not None and resumed_at is not None:
+        event["lost_steps"] = max(0, died_at - resumed_at)
+    event["message"] = describe_loss(lost, died_at, resumed_at, seconds)
+    return event
 
 
 class Divergence(NamedTuple):

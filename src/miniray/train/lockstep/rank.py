@@ -12,7 +12,7 @@ import inspect
 import os
 import socket
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from miniray.doctor import barriers, recorder
 from miniray.errors import CheckpointError
@@ -20,6 +20,7 @@ from miniray.train.lockstep import process_group
 from miniray.train.lockstep.options import RunFacts
 from miniray.train.lockstep.schedule import Action
 from miniray.train.lockstep.snapshots.arena import SnapshotWriter, measure_slot
+from miniray.train.lockstep.snapshots.memory import SnapshotNeed
 from miniray.train.lockstep.status import HeartbeatSender
 from miniray.train.run.state import RankState
 from miniray.train.torch_worker import TorchWorker
@@ -36,13 +37,6 @@ if TYPE_CHECKING:
     from miniray.train.lockstep.loop import EpochReport
     from miniray.train.run.state import TrainTarget
     from miniray.train.run.tensors.distributed import SavedShards
-
-
-class SnapshotNeed(NamedTuple):
-    """Memory that a rank needs for a snapshot, or why it can't write any inside an epoch."""
-
-    nbytes: int
-    problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
