@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler  # noqa: E402
 
 from miniray.train.ddp.checks import read_output  # noqa: E402
-from miniray.train.lockstep.failure import add_rank_context  # noqa: E402
+from miniray.train.lockstep.health.failure import add_rank_context  # noqa: E402
 from miniray.train.workers.data.batches import count_samples, move_batch  # noqa: E402
 from miniray.train.workers.data.planned import planned, set_epoch, take_share  # noqa: E402
 from miniray.train.workers.torch_utils import Means  # noqa: E402

@@ -22,7 +22,7 @@ from miniray.checks import check_number
 from miniray.core import session
 from miniray.doctor.findings import named
 from miniray.errors import CapabilityError, MinirayError, WorkerTimeoutError
-from miniray.train.lockstep.failure import describe_loss, find_root_cause
+from miniray.train.lockstep.health.failure import describe_loss, find_root_cause
 from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.workers.budget import is_loss
 from miniray.train.workers.group import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from miniray.train.lockstep.status import EVALUATION
+from miniray.train.lockstep.health.status import EVALUATION
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.data.batches import count_samples, move_batch
 from miniray.train.workers.data.loaders import create_eval_loader, shard_loader

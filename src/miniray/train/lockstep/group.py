@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from miniray.errors import ActorDiedError, WorkerTimeoutError
-from miniray.train.lockstep.failure import create_restart_event
+from miniray.train.lockstep.health.failure import create_restart_event
 from miniray.train.lockstep.ranks import RunningRanks
 from miniray.train.lockstep.schedule import Action
 from miniray.train.lockstep.snapshots.memory import CheckpointMemory, StepSnapshots

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from miniray.doctor import barriers, recorder
 from miniray.errors import CheckpointError
 from miniray.train.lockstep import process_group
+from miniray.train.lockstep.health.status import HeartbeatSender
 from miniray.train.lockstep.options import RunFacts
 from miniray.train.lockstep.schedule import Action
 from miniray.train.lockstep.snapshots.arena import SnapshotWriter, measure_slot
 from miniray.train.lockstep.snapshots.memory import SnapshotNeed
-from miniray.train.lockstep.status import HeartbeatSender
 from miniray.train.run.state import RankState
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts

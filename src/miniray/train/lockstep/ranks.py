@@ -19,12 +19,16 @@ import miniray
 from miniray.core import session
 from miniray.doctor.findings import named
 from miniray.errors import ActorDiedError, MinirayError, TaskError, WorkerTimeoutError
-from miniray.train.lockstep.failure import add_rank_context, create_group_error, find_root_cause
-from miniray.train.lockstep.monitor import HeartbeatMonitor, Verdict
+from miniray.train.lockstep.health.failure import (
+    add_rank_context,
+    create_group_error,
+    find_root_cause,
+)
+from miniray.train.lockstep.health.monitor import HeartbeatMonitor, Verdict
+from miniray.train.lockstep.health.status import LogReader
 from miniray.train.lockstep.options import choose_backend
 from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.schedule import Action
-from miniray.train.lockstep.status import LogReader
 from miniray.train.run.progress import StepBar
 from miniray.train.run.step_log import LogWindow
 from miniray.train.workers.group import add_error_context, end, filter_kwargs, get_method_spec

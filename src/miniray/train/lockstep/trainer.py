@@ -25,8 +25,8 @@ from miniray.checks import check_choice
 from miniray.core import session
 from miniray.errors import CheckpointError, WeightsDivergedError
 from miniray.tracebacks import hides_frames
-from miniray.train.lockstep.failure import Divergence, find_divergence
 from miniray.train.lockstep.group import LockstepGroup
+from miniray.train.lockstep.health.failure import Divergence, find_divergence
 from miniray.train.lockstep.options import (
     check_engine,
     check_options,

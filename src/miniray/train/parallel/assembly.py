@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from miniray.train.lockstep.health.status import is_consequence
 from miniray.train.lockstep.loop import check_scheduler
 from miniray.train.lockstep.mesh import (
     gather_full,
@@ -27,7 +28,6 @@ from miniray.train.lockstep.mesh import (
     load_weights,
     shard_optimizer_values,
 )
-from miniray.train.lockstep.status import is_consequence
 from miniray.train.parallel.plan.job import Job, Place
 from miniray.train.parallel.plan.layers import read_layers, whole_model
 from miniray.train.parallel.plan.planning import Plan

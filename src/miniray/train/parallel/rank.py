@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from miniray.train.lockstep.health.status import EVALUATION
 from miniray.train.lockstep.loop import MicroBatch, StepLoop, StepOutput
 from miniray.train.lockstep.mesh import (
     compute_checksums,
@@ -23,7 +24,6 @@ from miniray.train.lockstep.mesh import (
 )
 from miniray.train.lockstep.rank import RankContext
 from miniray.train.lockstep.schedule import Agreement
-from miniray.train.lockstep.status import EVALUATION
 from miniray.train.parallel.assembly import assemble
 from miniray.train.parallel.feed import Feed
 from miniray.train.parallel.plan import planning

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from miniray.counting import format_epoch
 from miniray.doctor.findings import named
 from miniray.errors import ActorDiedError, BarrierTimeoutError, MinirayError, WorkerTimeoutError
-from miniray.train.lockstep.monitor import Verdict
-from miniray.train.lockstep.status import RankPosition, format_position, is_consequence
+from miniray.train.lockstep.health.monitor import Verdict
+from miniray.train.lockstep.health.status import RankPosition, format_position, is_consequence
 from miniray.train.workers.group import add_error_context
 
 #: Hints by words in the message of a rank that crashed.

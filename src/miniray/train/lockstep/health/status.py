@@ -20,6 +20,7 @@ import time
 import traceback
 from typing import Any
 
+import miniray
 from miniray.counting import format_epoch
 from miniray.data import observers
 from miniray.doctor.layout import PREPARING
@@ -34,7 +35,7 @@ _INTERVAL = 0.5
 _STACK_AFTER = 1.0  # seconds in one phase before the stack is reported
 _DEEPEST = 12
 
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_OURS = os.path.dirname(miniray.__file__) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 #: Parts of the paths of installed packages, in this environment or the system's.
 _INSTALLED = ("site-packages" + os.sep, "dist-packages" + os.sep)

@@ -21,8 +21,13 @@ from typing import NamedTuple
 from miniray.doctor.reader import read_box
 from miniray.doctor.verdict import save_diagnosis
 from miniray.errors import BoxError
+from miniray.train.lockstep.health.status import (
+    EVALUATION,
+    RankPosition,
+    format_position,
+    read_positions,
+)
 from miniray.train.lockstep.process_group import GroupHost
-from miniray.train.lockstep.status import EVALUATION, RankPosition, format_position, read_positions
 
 _STALE = 2.0  # seconds without a heartbeat after which the state of the process is read
 _BUSY = 0.05  # of one core: less than this is waiting
