@@ -12,8 +12,8 @@ from typing import Any
 
 from miniray.checks import check_choice, check_int
 from miniray.core.refs import ActorHandle
+from miniray.train.lockstep.context import RankContext, WorkerTraits
 from miniray.train.lockstep.options import RunFacts
-from miniray.train.lockstep.rank import RankContext, WorkerTraits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

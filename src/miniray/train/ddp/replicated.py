@@ -18,6 +18,7 @@ from miniray.train.ddp import model as models
 from miniray.train.ddp.checks import RankSettings, create_parts_error, read_output
 from miniray.train.ddp.evaluation import ReplicaEvaluation
 from miniray.train.ddp.user_loop import UserLoop
+from miniray.train.lockstep.context import RankContext, WorkerTraits, defines
 from miniray.train.lockstep.loop import (
     MicroBatch,
     StepLoop,
@@ -30,7 +31,6 @@ from miniray.train.lockstep.mesh import (
     load_tensors,
     share_buffers,
 )
-from miniray.train.lockstep.rank import RankContext, WorkerTraits, defines
 from miniray.train.lockstep.schedule import Agreement
 from miniray.train.optimizer_steps import create_autocast
 from miniray.train.pretrained import SavedFiles, write_model

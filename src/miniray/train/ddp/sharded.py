@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from miniray.train.ddp.evaluation import ReplicaEvaluation
 from miniray.train.ddp.replicated import ReplicatedModel
+from miniray.train.lockstep.context import WorkerTraits
 from miniray.train.lockstep.mesh import (
     gather_full,
     gather_optimizer_values,
@@ -29,7 +30,6 @@ from miniray.train.lockstep.mesh import (
     make_mesh,
     shard_optimizer_values,
 )
-from miniray.train.lockstep.rank import WorkerTraits
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.data.batches import count_samples, move_batch

@@ -23,7 +23,7 @@ from miniray.train.run.step_log import LogWindow
 from miniray.train.workers import torch_utils as parts
 
 if TYPE_CHECKING:
-    from miniray.train.lockstep.rank import RankContext
+    from miniray.train.lockstep.context import RankContext
 
 _CHECK_EVERY = 50  # steps between two checks of losses on a GPU: each check waits for it
 

@@ -16,7 +16,7 @@ from miniray.train.options import check_seconds
 from miniray.train.run.state import TrainTarget
 
 if TYPE_CHECKING:
-    from miniray.train.lockstep.rank import RankContext, WorkerTraits
+    from miniray.train.lockstep.context import RankContext, WorkerTraits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

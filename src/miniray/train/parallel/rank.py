@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from miniray.train.lockstep.context import RankContext
 from miniray.train.lockstep.health.status import EVALUATION
 from miniray.train.lockstep.loop import MicroBatch, StepLoop, StepOutput
 from miniray.train.lockstep.mesh import (
@@ -22,7 +23,6 @@ from miniray.train.lockstep.mesh import (
     make_mesh,
     share_buffers,
 )
-from miniray.train.lockstep.rank import RankContext
 from miniray.train.lockstep.schedule import Agreement
 from miniray.train.parallel.assembly import assemble
 from miniray.train.parallel.feed import Feed
