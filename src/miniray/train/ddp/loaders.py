@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from miniray.train.ddp.checks import RankSettings
 from miniray.train.lockstep.context import RankContext, WorkerTraits
-from miniray.train.lockstep.loop import MicroBatch
+from miniray.train.lockstep.replica import MicroBatch
 from miniray.train.workers.data import planned as data
 from miniray.train.workers.data.epoch_data import EpochData
 from miniray.train.workers.data.plan import Window

@@ -18,7 +18,7 @@ from miniray.train.workers.data.shards import DataRef
 from miniray.train.workers.evaluate import combine, cut
 
 if TYPE_CHECKING:
-    from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.lockstep.replica import EpochReport
 
 
 class DataParallelism:

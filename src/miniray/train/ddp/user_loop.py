@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.algorithms.join import Join
 
 from miniray.train.ddp.checks import create_parts_error
-from miniray.train.lockstep.loop import EpochReport
+from miniray.train.lockstep.replica import EpochReport
 from miniray.train.workers.data import planned as data
 
 if TYPE_CHECKING:

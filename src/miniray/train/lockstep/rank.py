@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from miniray.core import SharedBuffer
-    from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.lockstep.replica import EpochReport
     from miniray.train.run.state import TrainTarget
     from miniray.train.run.tensors.distributed import SavedShards
 
@@ -134,19 +134,19 @@ class RankActor:
         """
         if "get_weights" in self._traits.own_methods:
             return None if self._context.rank else self._user.get_weights()
-        return self._replica.gather_weights()
+        return self._replica.state.gather_weights()
 
     def gather_shared(self) -> Any:
         """Return the state that all ranks share: optimizers, position, data order. See above."""
-        return self._replica.gather_shared()
+        return self._replica.state.gather_shared()
 
     def get_checksums(self) -> dict[str, int]:
         """Return a checksum of each parameter that this rank holds."""
-        checksums: dict[str, int] = self._replica.get_checksums()
+        checksums: dict[str, int] = self._replica.state.get_checksums()
         return checksums
 
     def load_shared(self, shared: Any) -> None:
-        self._replica.load_shared(shared)
+        self._replica.state.load_shared(shared)
 
     def get_snapshot(self) -> dict[str, Any]:
         """Return this rank's part of all that a restart needs."""
@@ -227,7 +227,7 @@ class RankActor:
     def _get_local_state(self) -> tuple[Any, dict[str, Any]]:
         from miniray.train.lockstep.mesh import take_part  # it imports torch
 
-        shared, local = self._replica.get_local_state(take_part)
+        shared, local = self._replica.state.get_local_state(take_part)
         weights = None
         if "get_weights" in self._traits.own_methods:  # may be more than the model
             weights = self._user.get_weights()
@@ -236,7 +236,7 @@ class RankActor:
 
     def restore_snapshot(self, shared: Any, own: Any) -> None:
         """Restore a snapshot of this rank."""
-        self._replica.load_local_state(shared, own["local"])
+        self._replica.state.load_local_state(shared, own["local"])
         if own["weights"] is not None:
             self._user.set_weights(own["weights"])
         self.set_state(own["state"])
@@ -246,7 +246,7 @@ class RankActor:
         """Write this rank's part of the state to a directory, and return the rest. A collective."""
         from miniray.train.run.tensors.distributed import save_shards
 
-        shared, local = self._replica.get_local_state(lambda tensor: tensor.detach())
+        shared, local = self._replica.state.get_local_state(lambda tensor: tensor.detach())
         self._context.status.set_phase("checkpoint")
         saved = save_shards(directory, {"shared": shared, "local": local})
         self._context.status.set_phase("idle")
@@ -293,13 +293,13 @@ class RankActor:
     def get_weights(self) -> Any:
         if "get_weights" in self._traits.own_methods:
             return self._user.get_weights()
-        return self._replica.get_weights()
+        return self._replica.state.get_weights()
 
     def set_weights(self, weights: Any) -> None:
         if "set_weights" in self._traits.own_methods:
             self._user.set_weights(weights)
         else:
-            self._replica.set_weights(weights)
+            self._replica.state.set_weights(weights)
 
     def set_lr(self, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self._user, "set_lr"):
@@ -313,14 +313,14 @@ class RankActor:
             "rank": {
                 "random": parts.random_state(),
                 "means": self._loop.get_means(),
-                **self._replica.get_data_state(),
+                **self._replica.state.get_data_state(),
             },
             "worker": user,
         }
 
     def set_state(self, state: Any) -> None:
         own = state["rank"]
-        self._replica.load_data_state(own)
+        self._replica.state.load_data_state(own)
         self._loop.load_means(own.get("means", {}))
         if own["random"] is not None:
             parts.set_random_state(own["random"])

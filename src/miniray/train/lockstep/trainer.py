@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.lockstep.replica import EpochReport
     from miniray.train.lockstep.snapshots.arena import Snapshot
     from miniray.train.options import RunKwargs
 

@@ -23,7 +23,7 @@ from miniray.train.run.tensors.shards import merge_shards
 from miniray.train.workers.evaluate import combine
 
 if TYPE_CHECKING:
-    from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.lockstep.replica import EpochReport
 
 
 class ModelWorker:
