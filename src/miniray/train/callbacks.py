@@ -126,10 +126,10 @@ class Checkpoint(Callback):
         self._saved_at = 0.0
 
     def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
-        store = trainer.checkpoints
-        store.configure(
-            keep_last=store.keep_last if self.keep_last is ... else self.keep_last,
-            keep_best=self.keep_best or store.keep_best,
+        before = trainer.checkpoints.retention
+        trainer.checkpoints.configure(
+            keep_last=before.keep_last if self.keep_last is ... else self.keep_last,
+            keep_best=self.keep_best or before.keep_best,
         )
         self._saved_step, self._saved_at = trainer.state.step, time.monotonic()
 

@@ -19,8 +19,9 @@ from typing import Any, Protocol, runtime_checkable
 from miniray.errors import CheckpointError
 from miniray.train.options import RunOptions, warn
 from miniray.train.run.checkpoints.format import LateState
+from miniray.train.run.checkpoints.retention import Retention
 from miniray.train.run.checkpoints.storage import CheckpointStorage, FsspecStorage, list_copies
-from miniray.train.run.checkpoints.store import CheckpointStore, check_keeping
+from miniray.train.run.checkpoints.store import CheckpointStore
 from miniray.train.run.records import simplify
 from miniray.train.run.state import TrainState
 
@@ -64,7 +65,7 @@ class Checkpointer:
     def __init__(
         self, kind: str, options: RunOptions, on_event: Callable[[dict[str, Any]], None]
     ) -> None:
-        check_keeping(options.keep_last, options.keep_best)
+        Retention(options.keep_last, options.keep_best)  # checks them before a run starts
         self.kind = kind
         #: The checkpoints of the run on disk, once its directory is open.
         self.store: CheckpointStore | None = None

@@ -7,17 +7,20 @@ written last and deleted first, and a checkpoint without a manifest doesn't exis
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from miniray.errors import CheckpointError
+from miniray.train.options import warn
 from miniray.train.run.checkpoints.format import (
     CHECKPOINT_NAME,
     MANIFEST,
     CheckpointInfo,
+    inspect_checkpoint,
     parse_manifest,
 )
+from miniray.train.run.checkpoints.retention import Retention
 
 
 class CheckpointStorage(Protocol):
@@ -115,3 +118,44 @@ def list_copies(storage: CheckpointStorage) -> Sequence[CheckpointInfo]:
             f"checkpoint_dir {storage.url} can't be read: {type(error).__name__}: {error}",
             entry=storage.url,
         ) from error
+
+
+class CheckpointCopies:
+    """The copies of a run's checkpoints in a storage. If copying fails, the run continues.
+
+    Args:
+        storage: Where the copies are.
+        on_event: Receives an event for each copy that fails.
+
+    Attributes:
+        last_serial: Serial number of the newest copy, or 0.
+    """
+
+    def __init__(
+        self, storage: CheckpointStorage, on_event: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._storage, self._on_event = storage, on_event
+        self.last_serial = max((copy.serial for copy in list_copies(storage)), default=0)
+        self._has_failed = False
+
+    def add(self, path: Path, retention: Retention) -> None:
+        """Copy a checkpoint, and delete copies that aren't kept. If that fails, warn once."""
+        checkpoint, storage = inspect_checkpoint(path), self._storage
+        assert not isinstance(checkpoint, str), checkpoint
+        try:
+            storage.write(checkpoint)
+            for unwanted in retention.find_unwanted(storage.list(), Path(path.name)):
+                storage.delete(unwanted)
+        except Exception as error:  # each file system has its own errors
+            reason = f"{type(error).__name__}: {error}"
+            event = {"event": "checkpoint_copy_failed", "url": storage.url, "path": str(path)}
+            self._on_event({**event, "reason": reason})
+            if not self._has_failed:
+                warn(
+                    f"checkpoint {path.name} couldn't be copied to {storage.url}: {reason}. "
+                    "Training continues, and the next checkpoint is copied again. Earlier copies "
+                    "are unchanged."
+                )
+            self._has_failed = True
+        else:
+            self._has_failed = False

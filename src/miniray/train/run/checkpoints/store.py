@@ -16,13 +16,11 @@ earlier checkpoints are unchanged, and at most a temporary directory remains, wh
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import os
 import shutil
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +40,8 @@ from miniray.train.run.checkpoints.format import (
     remove_leftovers,
     write_checkpoint,
 )
-from miniray.train.run.checkpoints.storage import CheckpointStorage, list_copies
+from miniray.train.run.checkpoints.retention import Retention
+from miniray.train.run.checkpoints.storage import CheckpointCopies, CheckpointStorage
 
 __all__ = ["CheckpointInfo", "CheckpointStore"]
 
@@ -61,10 +60,6 @@ class CheckpointStore:
         keep_best: ``(metric, "min" | "max")``. Also keep the checkpoint with the best value. The
             metric is read from ``state["metrics"]``, or else from the last record of
             ``state["history"]``. Checkpoints where it is missing or NaN are ignored.
-        background: Copy the arrays and write them in a background thread. The next ``save``,
-            ``load``, ``list`` or ``close`` waits for the write, and so does interpreter exit. If
-            the write fails, the next ``save``, ``wait`` or ``close`` raises ``CheckpointError``
-            once; that ``save`` writes nothing. If none is called, a warning is issued at exit.
         allow_pickle: Use pickle for values without a safer format, when saving and when loading.
             Loading pickled data can execute arbitrary code.
         on_event: Callback that receives ``checkpoint_corrupt``, ``checkpoint_failed`` and
@@ -79,30 +74,24 @@ class CheckpointStore:
         *,
         keep_last: int | None = 3,
         keep_best: tuple[str, str] | None = None,
-        background: bool = False,
         allow_pickle: bool = False,
         on_event: Callable[[dict[str, Any]], None] | None = None,
         storage: CheckpointStorage | None = None,
     ) -> None:
         self.directory = Path(check_path("directory", directory))
-        self.background = check_bool("background", background)
         self.allow_pickle = check_bool("allow_pickle", allow_pickle)
         self.on_event = on_event
-        self.storage = storage
+        self._copies = None if storage is None else CheckpointCopies(storage, self._tell)
         # New checkpoints are newer than all copies, even if this machine has no checkpoints.
-        copies = [] if storage is None else list_copies(storage)
-        self._last_serial = max((copy.serial for copy in copies), default=0)
-        self._has_copy_failed = self._has_write_failed = False
+        self._last_serial = 0 if self._copies is None else self._copies.last_serial
+        self._has_write_failed = False
         self.loaded: Path | None = None
-        self.configure(keep_last=keep_last, keep_best=keep_best)
+        self.retention = Retention(keep_last, keep_best)
         self._writer: threading.Thread | None = None
-        self._failure: BaseException | None = None
 
     def configure(self, *, keep_last: int | None, keep_best: tuple[str, str] | None) -> None:
         """Change which checkpoints are kept, starting with the next ``save``."""
-        check_keeping(keep_last, keep_best)
-        self.keep_last = keep_last
-        self.keep_best = keep_best
+        self.retention = Retention(keep_last, keep_best)
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -128,12 +117,9 @@ class CheckpointStore:
             CheckpointError: A value of ``state`` can't be stored, or writing failed. Earlier
                 checkpoints are unchanged.
         """
-        path, contents = self._prepare(epoch, state, step, late, copy=self.background)
+        path, contents = self._prepare(epoch, state, step, late, copy=False)
         self._begin(path, contents)
-        if self.background:
-            self._start_writer(self._write_aside, path, contents)
-        else:
-            self._write(path, contents)
+        self._write(path, contents)
         return path
 
     def save_or_warn(
@@ -143,23 +129,27 @@ class CheckpointStore:
         *,
         step: int | None = None,
         late: LateState | None = None,
-        on_failure: Callable[[], None],
+        on_failure: Callable[[], None] = lambda: None,
     ) -> Path:
-        """Write a checkpoint in a thread, and return its future path immediately.
+        """Copy the arrays, write a checkpoint in a thread, and return its future path immediately.
 
-        If writing fails, earlier checkpoints are unchanged, and ``on_failure`` is called. The store
-        warns once, and again only after a later write has succeeded.
+        The next ``save``, ``load``, ``list``, ``wait`` or ``close`` waits for the thread, and so
+        does interpreter exit. If writing fails, earlier checkpoints are unchanged, and
+        ``on_failure`` is called. The store warns once, and again only after a later write has
+        succeeded.
         """
         path, contents = self._prepare(epoch, state, step, late, copy=True)
 
-        def write(path: Path, contents: Contents) -> None:
+        def write() -> None:
             with self._warn_of_failure(on_failure):
                 self._write(path, contents)
                 self._has_write_failed = False
 
         with self._warn_of_failure(on_failure):
             self._begin(path, contents)
-            self._start_writer(write, path, contents)
+            # Not a daemon thread, so the interpreter waits for it at exit.
+            self._writer = threading.Thread(target=write, name="miniray-checkpoint", daemon=False)
+            self._writer.start()
         return path
 
     @contextlib.contextmanager
@@ -212,38 +202,15 @@ class CheckpointStore:
         self._tell({"event": "checkpoint_failed", "path": str(path), "reason": str(wrapped)})
         return wrapped
 
-    def _start_writer(
-        self, write: Callable[[Path, Contents], None], path: Path, contents: Contents
-    ) -> None:
-        # Not a daemon thread, so the interpreter waits for it at exit.
-        self._writer = threading.Thread(
-            target=write, args=(path, contents), name="miniray-checkpoint", daemon=False
-        )
-        self._writer.start()
-
     def wait(self) -> None:
-        """Wait for the background write. Raise ``CheckpointError`` once if it failed."""
+        """Wait for the write in the background."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
     def close(self) -> None:
-        """Wait for the background write, like ``wait``. The store can still be used afterwards."""
+        """Wait for the write in the background. The store can still be used afterwards."""
         self.wait()
-
-    def _write_aside(self, path: Path, contents: Contents) -> None:
-        try:
-            self._write(path, contents)
-        except BaseException as error:  # raised by the next ``save``, ``wait`` or ``close``
-            self._failure = error
-            atexit.register(self._tell_unraised)
-
-    def _tell_unraised(self) -> None:
-        if self._failure is not None:
-            warnings.warn(str(self._failure), stacklevel=1)
 
     def _next(self, epoch: int, step: int | None) -> tuple[Path, int]:
         """Return the path and the serial number of the next checkpoint.
@@ -267,30 +234,8 @@ class CheckpointStore:
         except Exception as error:
             raise self._report_failure(path, contents, error) from error
         self._prune(path)
-        if self.storage is not None:
-            self._copy(path, self.storage)
-
-    def _copy(self, path: Path, storage: CheckpointStorage) -> None:
-        """Copy a checkpoint to ``storage``, and delete there what isn't kept."""
-        checkpoint = inspect_checkpoint(path)
-        assert not isinstance(checkpoint, str), checkpoint
-        try:
-            storage.write(checkpoint)
-            for unwanted in self._find_unwanted(storage.list(), Path(path.name)):
-                storage.delete(unwanted)
-        except Exception as error:  # each file system has its own errors
-            reason = f"{type(error).__name__}: {error}"
-            event = {"event": "checkpoint_copy_failed", "url": storage.url, "path": str(path)}
-            self._tell({**event, "reason": reason})
-            if not self._has_copy_failed:
-                warn(
-                    f"checkpoint {path.name} couldn't be copied to {storage.url}: {reason}. "
-                    "Training continues, and the next checkpoint is copied again. Earlier copies "
-                    "are unchanged."
-                )
-            self._has_copy_failed = True
-        else:
-            self._has_copy_failed = False
+        if self._copies is not None:
+            self._copies.add(path, self.retention)
 
     def _write_error(self, path: Path, size: int, error: Exception) -> CheckpointError:
         reason = str(error)
@@ -309,37 +254,15 @@ class CheckpointStore:
 
         Damaged checkpoints are ignored and not deleted.
         """
-        for checkpoint in self._find_unwanted(self._scan()[0], newest):
+        for checkpoint in self.retention.find_unwanted(self._scan()[0], newest):
             discard_checkpoint(checkpoint.path)
-
-    def _find_unwanted(
-        self, found: Sequence[CheckpointInfo], newest: Path
-    ) -> Sequence[CheckpointInfo]:
-        """Return the checkpoints to delete, or none if ``newest`` isn't in ``found``."""
-        if self.keep_last is None or all(checkpoint.path != newest for checkpoint in found):
-            return []
-        newest_at = {(c.epoch, c.step): c.path for c in found}  # the later of two counts
-        current = [c.path for c in found if newest_at[c.epoch, c.step] == c.path]
-        keep = {newest, self._best_of(found), *current[-self.keep_last :]}
-        return [checkpoint for checkpoint in found if checkpoint.path not in keep]
-
-    def _best_of(self, found: Sequence[CheckpointInfo]) -> Path | None:
-        """Return the best checkpoint, the newest one of equals, or None if none has the metric."""
-        if self.keep_best is None:
-            return None
-        metric, mode = self.keep_best
-        sign = 1 if mode == "max" else -1
-        scored = [
-            (sign * c.metrics[metric], c.serial, c.path) for c in found if metric in c.metrics
-        ]
-        return max(scored)[2] if scored else None
 
     # -- reading ----------------------------------------------------------------------------------
 
     def list(self, *, verify: bool = False) -> Sequence[CheckpointInfo]:
         """Return the checkpoints, oldest first; with ``verify``, only those that are intact."""
         check_bool("verify", verify)
-        self._settle()
+        self.wait()
         found = self._scan()[0]
         return [c for c in found if not verify or c.problem() is None]
 
@@ -350,7 +273,7 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """Return the path of the best checkpoint according to ``keep_best``, or None."""
-        return self._best_of(self.list())
+        return self.retention.find_best(self.list())
 
     def load(self, path: str | os.PathLike[str] = "latest") -> tuple[int, dict[str, Any]]:
         """Read a checkpoint and return (epoch, state). ``loaded`` is its path afterwards.
@@ -364,7 +287,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: The checkpoint is damaged, or no intact checkpoint exists.
         """
-        self._settle()
+        self.wait()
         if str(path) != "latest":
             chosen = inspect_checkpoint(Path(path))
             if isinstance(chosen, str):
@@ -407,11 +330,6 @@ class CheckpointStore:
         self.loaded = checkpoint.path
         return checkpoint.epoch, state
 
-    def _settle(self) -> None:
-        """Wait for a background write, without raising its error."""
-        if self._writer is not None:
-            self._writer.join()
-
     def _scan(self) -> tuple[Sequence[CheckpointInfo], dict[Path, str]]:
         """Return checkpoints with a valid manifest, oldest first, and the problems of the others.
 
@@ -453,12 +371,3 @@ class CheckpointStore:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def check_keeping(keep_last: int | None, keep_best: tuple[str, str] | None) -> None:
-    """Raise ``ValueError`` for invalid values of ``keep_last`` or ``keep_best``."""
-    if keep_last is not None:
-        check_int("keep_last", keep_last, 1, " or None")
-    pair = isinstance(keep_best, (tuple, list)) and len(keep_best) == 2
-    if keep_best is not None and not (pair and keep_best[1] in ("min", "max")):
-        raise ValueError(f'keep_best must be (metric, "min" or "max"), not {keep_best!r}')
