@@ -20,7 +20,6 @@ from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.data import planned as data
 from miniray.train.workers.data.loaders import get_loader_state, load_loader_state
 from miniray.train.workers.data.plan import (
-    EpochPlan,
     Window,
     create_counted_windows,
     create_row_windows,
@@ -133,12 +132,18 @@ class EpochData:
 
     def set_counts(self, counts: Sequence[int]) -> None:
         """Plan with the number of batches of each rank, whose rows aren't known."""
-        if self._limit is not None:
-            limit = max(0, self._limit - self._base.step * self._accumulate)
+        limit = self._count_batches_left()
+        if limit is not None:
             counts = [min(count, limit) for count in counts]
         self.windows = create_counted_windows(
             counts, self._rank, self._accumulate, self._uneven, is_rest=self._base.step > 0
         )
+
+    def _count_batches_left(self) -> int | None:
+        """Return how many batches ``limit`` allows after the base."""
+        if self._limit is None:
+            return None
+        return max(0, self._limit - self._base.step * self._accumulate)
 
     def count_steps(self) -> int | None:
         """Return the number of steps of the current epoch, or None if it isn't known."""
@@ -296,34 +301,23 @@ class EpochData:
             self._plan_windows()
 
     def _plan_windows(self) -> None:
-        position, limit = self._base.position, self._limit
+        position, limit = self._base.position, self._count_batches_left()
         if self.planned is not None:
-            plan = self._plan
-            assert plan is not None
-            if position is not None:
-                plan = EpochPlan(
-                    plan.n,
-                    plan.batch_size,
-                    plan.world_size,
-                    accumulate=plan.accumulate,
-                    uneven=plan.uneven,
-                    drop_last=plan.drop_last,
-                    start=position,
-                    limit=None
-                    if limit is None
-                    else max(0, limit - self._base.step * self._accumulate),
-                )
-            self.planned.plan = plan
+            assert self._plan is not None
+            is_whole = position is None
+            self.planned.plan = self._plan if is_whole else self._plan.rest(position, limit)
             self.windows = self.planned.windows()
         elif self._is_seekable:
             if position is None and self._windows_of_epoch is not None:
                 self.windows = self._windows_of_epoch
                 return
             rows = _count_rows(self.loader)
-            if limit is not None:
-                rows = rows[: max(0, limit - self._base.step * self._accumulate)]
             self.windows = create_row_windows(
-                rows, self._rank, self._accumulate, self._uneven, is_rest=position is not None
+                rows[:limit],
+                self._rank,
+                self._accumulate,
+                self._uneven,
+                is_rest=position is not None,
             )
             if position is None:
                 self._windows_of_epoch = self.windows

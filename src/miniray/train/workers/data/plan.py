@@ -82,6 +82,19 @@ class EpochPlan:
             why = f"a full batch takes {full}" if drop_last else f"{world_size} ranks"
             raise ValueError(f"{last} 0 batches: {n} samples are too few ({why})")
 
+    def rest(self, start: int, limit: int | None) -> EpochPlan:
+        """Return the plan of this epoch after ``start`` samples, with at most ``limit`` batches."""
+        return EpochPlan(
+            self.n,
+            self.batch_size,
+            self.world_size,
+            accumulate=self.accumulate,
+            uneven=self.uneven,
+            drop_last=self.drop_last,
+            start=start,
+            limit=limit,
+        )
+
     def windows(self, rank: int) -> Iterator[Window]:
         """Yield this rank's part of each optimizer step."""
         for start in range(0, len(self.sizes), self.accumulate):
