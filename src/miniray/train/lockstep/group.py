@@ -154,7 +154,9 @@ class LockstepGroup:
         finally:
             self._is_restarting = False
         seconds, resumed_at = time.monotonic() - start, self.snapshots.step
-        self.on_event(create_restart_event(lost, epoch, epoch_start, resumed_at, seconds))
+        step: int | None = getattr(lost, "step", None)
+        died_at = None if epoch_start is None or step is None else epoch_start + step
+        self.on_event(create_restart_event(lost, epoch, died_at, resumed_at, seconds))
         self._report_resize()
 
     def _start_from_snapshot(self, count: int) -> None:

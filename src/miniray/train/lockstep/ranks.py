@@ -31,32 +31,47 @@ from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.schedule import Action
 from miniray.train.run.progress import StepBar
 from miniray.train.run.step_log import LogWindow
-from miniray.train.workers.group import add_error_context, end, filter_kwargs, get_method_spec
+from miniray.train.workers.group import (
+    add_error_context,
+    end,
+    filter_kwargs,
+    get_method_spec,
+    read_unanswered,
+)
 
 #: The method that trains an epoch: its errors have a step.
 TRAIN_EPOCH = "run_rank_epoch"
 
 _POLL_INTERVAL_S = 0.5  # between two checks of the ranks' heartbeats
-_STOP_TIMEOUT_S = 5.0  # for calls of stopped ranks to fail, and for ranks to leave
-_CAUSE_TIMEOUT_S = 5.0  # for the cause to arrive after its first consequence
+_LEAVE_TIMEOUT_S = 5.0  # for ranks to leave the process group
+#: Seconds for the cause to arrive after its first consequence.
+CAUSE_TIMEOUT_S = 5.0
 
 
 @dataclasses.dataclass
-class _Answers:
-    """The state of a call of several ranks."""
+class Answers:
+    """The state of a call of several ranks.
 
-    pending: dict[Any, int]  # ranks by ref
+    Attributes:
+        pending: Ranks that haven't answered, by ref.
+        get: Returns the result for a ref, or raises its error.
+        results, failures: By rank.
+        verdict: The ranks that won't answer.
+    """
+
+    pending: dict[Any, int]
+    get: Callable[[Any], Any] = miniray.get
     results: dict[int, Any] = dataclasses.field(default_factory=dict)
     failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
     verdict: Verdict | None = None
 
-    def receive(self, timeout: float) -> bool:
+    def receive(self, timeout: float | None) -> bool:
         """Wait for a result or a failure; return whether there was one."""
         ready = miniray.wait(list(self.pending), timeout=timeout)[0]
         for ref in ready:
             rank = self.pending.pop(ref)
             try:
-                self.results[rank] = miniray.get(ref)
+                self.results[rank] = self.get(ref)
             # User code raises anything. It is raised again by the caller.
             except Exception as error:
                 self.failures[rank] = error
@@ -131,22 +146,16 @@ class RunningRanks:
             return
         leaving = [worker.leave_group.remote() for worker in self.handles]
         with contextlib.suppress(MinirayError):  # they are stopped in a moment in any case
-            miniray.get(leaving, timeout=_STOP_TIMEOUT_S)
+            miniray.get(leaving, timeout=_LEAVE_TIMEOUT_S)
 
     def stop(self) -> list[LogWindow]:
-        """Stop all ranks and the store; return the log windows that weren't read yet.
-
-        The results of unanswered calls are read, because the engine would log the errors of calls
-        whose results are dropped unread.
-        """
+        """Stop all ranks and the store; return the log windows that weren't read yet."""
         for worker in self.handles:
             end(worker)
         self.handles.clear()
         self._monitor = None
-        unanswered, self._unanswered = self._unanswered, []
-        for ref in unanswered if miniray.is_initialized() else ():
-            with contextlib.suppress(Exception):
-                miniray.get(ref, timeout=_STOP_TIMEOUT_S)
+        read_unanswered(self._unanswered)
+        self._unanswered.clear()
         windows = self.read_logs()
         self.close()
         return windows
@@ -188,7 +197,7 @@ class RunningRanks:
             spec = get_method_spec(worker, method)
             given = filter_kwargs(spec.signature if spec else None, kwargs(rank))
             pending[getattr(worker, method).remote(*arguments(rank), **given)] = rank
-        called, answers = list(pending.values()), _Answers(pending)
+        called, answers = list(pending.values()), Answers(pending)
         try:
             self._await(answers, method, epoch, reports_progress)
             if answers.failures or answers.verdict is not None:
@@ -200,7 +209,7 @@ class RunningRanks:
         return [answers.results[rank] for rank in called]
 
     def _await(
-        self, answers: _Answers, method: str, epoch: int | None, reports_progress: bool
+        self, answers: Answers, method: str, epoch: int | None, reports_progress: bool
     ) -> None:
         """Wait until all ranks have answered, or until it is known that some won't."""
         monitor, pending, notice_s = self._monitor, answers.pending, self.hang_timeout
@@ -214,7 +223,7 @@ class RunningRanks:
                 now = time.monotonic()
                 answered = now if has_answer else answered
                 if answers.failures:
-                    give_up = give_up or now + _CAUSE_TIMEOUT_S
+                    give_up = give_up or now + CAUSE_TIMEOUT_S
                     if find_root_cause(answers.failures) is not None or now > give_up:
                         return
                 elif not pending:
@@ -243,7 +252,7 @@ class RunningRanks:
         print(text, file=sys.stderr, flush=True)
 
     def _create_error(
-        self, answers: _Answers, method: str, epoch: int | None, reports_progress: bool
+        self, answers: Answers, method: str, epoch: int | None, reports_progress: bool
     ) -> Exception:
         """Return the error of the root cause."""
         failures, pending = answers.failures, answers.pending

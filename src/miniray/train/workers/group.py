@@ -47,6 +47,8 @@ USER_METHODS = {
     "train_steps_on_shard": "train_steps",
 }
 
+_STOP_TIMEOUT_S = 5.0  # for calls of stopped actors to fail
+
 Handle = ActorHandle[Any]
 
 _READ_ONLY = "Arrays of another process are read-only: set_weights() must copy them, np.array(new)"
@@ -352,6 +354,16 @@ def end(actor: Handle) -> None:
     if session.is_initialized() and session.engine() is actor._engine:
         with contextlib.suppress(SessionEndedError):  # in this moment, by another thread
             miniray.kill(actor)
+
+
+def read_unanswered(refs: Iterable[Any]) -> None:
+    """Read the results of calls of stopped actors.
+
+    The engine would log the errors of calls whose results are dropped unread.
+    """
+    for ref in refs if miniray.is_initialized() else ():
+        with contextlib.suppress(Exception):
+            miniray.get(ref, timeout=_STOP_TIMEOUT_S)
 
 
 def add_worker_context(

@@ -88,7 +88,7 @@ def describe_loss(
 def create_restart_event(
     lost: Exception,
     epoch: int | None,
-    epoch_start: int | None,
+    died_at: int | None,
     resumed_at: int | None,
     seconds: float,
 ) -> dict[str, Any]:
@@ -97,14 +97,10 @@ def create_restart_event(
     Args:
         lost: The error of the loss.
         epoch: The epoch, if the ranks trained.
-        epoch_start: Completed steps of the run at the start of the epoch.
-        resumed_at: Completed steps of the state from which they continue.
+        died_at: Completed steps of the run before the loss, if they are known.
+        resumed_at: Completed steps of the state from which the ranks continue.
         seconds: How long training was interrupted.
     """
-    step_in_epoch: int | None = getattr(lost, "step", None)
-    died_at = None
-    if epoch_start is not None and step_in_epoch is not None:
-        died_at = epoch_start + step_in_epoch
     event: dict[str, Any] = {"event": "ranks_restarted", "epoch": epoch, "reason": str(lost)}
     event |= {"rank": getattr(lost, "rank", None), "died_at_step": died_at}
     event |= {"resumed_at_step": resumed_at, "seconds": seconds}
