@@ -24,7 +24,7 @@ from miniray.data.torch import TorchDataset, TorchIterableDataset  # noqa: E402
 from miniray.train.run.state import RankState  # noqa: E402
 from miniray.train.workers.data import shards  # noqa: E402
 from miniray.train.workers.data.batches import count_samples  # noqa: E402
-from miniray.train.workers.data.epoch_data import EpochData  # noqa: E402
+from miniray.train.workers.data.epoch_data import create_epoch_data  # noqa: E402
 from miniray.train.workers.data.planned import take_share  # noqa: E402
 from miniray.train.workers.data.shards import TrainData, give_data  # noqa: E402
 
@@ -140,7 +140,7 @@ def open_ranks(options, workers):
         user = SimpleNamespace()
         give_data(user, pickle.loads(pickle.dumps(given)), rank, workers, {}, has_own_load=False)
         loader = take_share(user.train_loader, rank, workers, seed=1)
-        found.append(EpochData(loader, rank, workers, accumulate=1, uneven="join"))
+        found.append(create_epoch_data(loader, rank, workers, accumulate=1, uneven="join"))
     return found
 
 
