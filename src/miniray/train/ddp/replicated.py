@@ -17,6 +17,7 @@ from miniray.train.ddp import model as models
 from miniray.train.ddp.checks import RankSettings, create_parts_error, read_output
 from miniray.train.ddp.evaluation import ReplicaEvaluation
 from miniray.train.ddp.state import ReplicatedState
+from miniray.train.ddp.uneven import StepCounts
 from miniray.train.ddp.user_loop import UserLoop
 from miniray.train.lockstep.context import RankContext, WorkerTraits, defines
 from miniray.train.lockstep.loop import StepLoop, check_scheduler
@@ -52,8 +53,8 @@ class ReplicatedModel:
         self._synced: dict[str, Any] = {}  # as ``modules``, with averaged gradients
         self.epoch_data: EpochData | None = None  # with ``training_step``
         self._forwards: dict[str, int] = {}  # before the current step
-        self._step_counts: dict[str, int] = {}  # by optimizer
         self._grad_norm: Any = None  # of the last step, if it is logged or clipped
+        self.step_counts = StepCounts(self)
         self.state, self._evaluation = self._create_parts()
 
     def _create_parts(self) -> tuple[ReplicatedState, ReplicaEvaluation]:
@@ -126,9 +127,7 @@ class ReplicatedModel:
         """Wrap the models. ``agreed`` is the number of batches per rank if ranks agree on it."""
         optimizers = parts.stateful(self.user, optimizers_only=True)
         self._synced = self._wrap_models(optimizers.values())
-        for name, optimizer in optimizers.items():
-            self._step_counts[name] = 0
-            optimizer.register_step_post_hook(self._create_counter(name))
+        self.step_counts.observe(optimizers)
         if self.epoch_data is None:
             return None
         if agreed is not None:
@@ -150,12 +149,6 @@ class ReplicatedModel:
         }
         vars(self.user).update(wrapped)
         return wrapped
-
-    def _create_counter(self, name: str) -> Any:
-        def count(*_: Any) -> None:
-            self._step_counts[name] += 1
-
-        return count
 
     def configure_scheduler(self, total_steps: int | None) -> None:
         """Use the result of the worker's ``configure_scheduler``; it is stepped after each step."""
@@ -190,7 +183,7 @@ class ReplicatedModel:
             return
         with Join([*self._synced.values()], divide_by_initial_world_size=False):
             yield
-        self.catch_up()
+        self.step_counts.catch_up()
 
     def zero_grad(self) -> None:
         self._forwards = {name: model.forwards for name, model in self._synced.items()}
@@ -297,29 +290,6 @@ class ReplicatedModel:
     def autocast(self) -> Any:
         """Return a context in which the model computes with ``precision``."""
         return create_autocast(self.settings.precision, self.context.device.type)
-
-    def catch_up(self) -> None:
-        """Give ranks that ran out of data the optimizers of the rank with the most steps.
-
-        ``Join`` gives them its model only: their next steps would differ, and the models with them.
-        """
-        self.context.status.set_phase("end of the epoch")
-        steps = sum(self._step_counts.values())
-        counts: list[Any] = [None] * self.context.world_size
-        dist.all_gather_object(counts, steps)
-        most = max(counts)
-        if min(counts) == most:
-            return
-        source = counts.index(most)
-        box = [self.state.get_shared() if self.context.rank == source else None]
-        dist.broadcast_object_list(box, src=source)
-        if steps != most:
-            self.state.load_shared(box[0])
-        self._step_counts = dict.fromkeys(self._step_counts, 0)
-
-    def count_steps(self) -> int:
-        """Return the steps of the optimizer that has made most, since ranks were last equal."""
-        return max(self._step_counts.values(), default=0)
 
     @property
     def has_position(self) -> bool:
