@@ -25,13 +25,8 @@ from miniray.train.lockstep.health.failure import create_restart_event, find_roo
 from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.ranks import CAUSE_TIMEOUT_S, Answers
 from miniray.train.workers.budget import is_loss
-from miniray.train.workers.group import (
-    NO_WORKERS,
-    ReplacementLostError,
-    WorkerGroup,
-    add_worker_context,
-    read_unanswered,
-)
+from miniray.train.workers.errors import ReplacementLostError, add_worker_context
+from miniray.train.workers.group import NO_WORKERS, WorkerGroup, read_unanswered
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ from miniray.train.run.loggers.base import Logger
 from miniray.train.run.loggers.csv import CSVLogger
 from miniray.train.run.loggers.tensorboard import TensorBoardLogger
 from miniray.train.run.result import better_direction
-from miniray.train.workers.group import WorkerGroup, report_replacement_loss
+from miniray.train.workers.errors import report_replacement_loss
+from miniray.train.workers.group import WorkerGroup
 
 __all__ = ["CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "LRSchedule", "TensorBoard"]
 

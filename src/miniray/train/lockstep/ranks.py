@@ -31,13 +31,8 @@ from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.schedule import Action
 from miniray.train.run.progress import StepBar
 from miniray.train.run.step_log import LogWindow
-from miniray.train.workers.group import (
-    add_error_context,
-    end,
-    filter_kwargs,
-    get_method_spec,
-    read_unanswered,
-)
+from miniray.train.workers.errors import add_error_context
+from miniray.train.workers.group import end, filter_kwargs, get_method_spec, read_unanswered
 
 #: The method that trains an epoch: its errors have a step.
 TRAIN_EPOCH = "run_rank_epoch"

@@ -17,7 +17,7 @@ from miniray.doctor.findings import named
 from miniray.errors import ActorDiedError, BarrierTimeoutError, MinirayError, WorkerTimeoutError
 from miniray.train.lockstep.health.monitor import Verdict
 from miniray.train.lockstep.health.status import RankPosition, format_position, is_consequence
-from miniray.train.workers.group import add_error_context
+from miniray.train.workers.errors import add_error_context
 
 #: Hints by words in the message of a rank that crashed.
 _HINTS = {

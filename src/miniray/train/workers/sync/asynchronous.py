@@ -25,7 +25,8 @@ import miniray
 from miniray.checks import check_int
 from miniray.core import session
 from miniray.train.run.records import simplify
-from miniray.train.workers.group import NO_WORKERS, WorkerGroup, add_error_context
+from miniray.train.workers.errors import add_error_context
+from miniray.train.workers.group import NO_WORKERS, WorkerGroup
 from miniray.train.workers.sync.policy import SyncPolicy
 
 

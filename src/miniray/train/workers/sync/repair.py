@@ -30,7 +30,8 @@ from miniray.errors import (
     WeightsMismatchError,
 )
 from miniray.train.workers.budget import is_loss
-from miniray.train.workers.group import ReplacementLostError, WorkerGroup, add_error_context
+from miniray.train.workers.errors import ReplacementLostError, add_error_context
+from miniray.train.workers.group import WorkerGroup
 
 
 def sync(
