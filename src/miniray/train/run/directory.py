@@ -253,19 +253,10 @@ class RunDirectory:
         """
         self._lock.acquire()
         self._num_attempts = None  # the caller continues from what the last attempt left
-        kept: list[dict[str, Any]] = []
-        dropped: list[dict[str, Any]] = []
-        for record in self.read_metrics():
-            number = records.number(record.get("epoch"))
-            (dropped if number is not None and number > epoch else kept).append(record)
-        if not dropped:
-            return 0
-        for record in dropped:
-            records.append_record(self.path / DISCARDED, record)
-        lines = b"".join(records.dump_line(record) for record in kept)
-        replace_atomically(self.metrics_file, lines)
-        self.append_event({"event": "metrics_truncated", "epoch": epoch, "lines": len(dropped)})
-        return len(dropped)
+        count = _move_records(self.metrics_file, self.path / DISCARDED, "epoch", epoch)
+        if count:
+            self.append_event({"event": "metrics_truncated", "epoch": epoch, "lines": count})
+        return count
 
     def rewind(self, epoch: int, step: int, history: Iterable[Mapping[str, Any]]) -> None:
         """Truncate the records at a position to which the run returns.
@@ -296,15 +287,7 @@ class RunDirectory:
 
         These steps are trained again.
         """
-        kept: list[dict[str, Any]] = []
-        dropped: list[dict[str, Any]] = []
-        for record in self.read_steps():
-            (kept if (records.number(record.get("step")) or 0) <= step else dropped).append(record)
-        for record in dropped:
-            records.append_record(self.path / DISCARDED_STEPS, record)
-        if dropped:
-            lines = b"".join(records.dump_line(record) for record in kept)
-            replace_atomically(self.steps_file, lines)
+        _move_records(self.steps_file, self.path / DISCARDED_STEPS, "step", step)
 
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add a line to ``events.jsonl``, with the time. ``event["event"]`` is the type."""
@@ -316,6 +299,20 @@ class RunDirectory:
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
+
+
+def _move_records(source: Path, target: Path, field: str, last: int) -> int:
+    """Move the records whose ``field`` is above ``last`` to a different file; return how many."""
+    kept: list[dict[str, Any]] = []
+    moved: list[dict[str, Any]] = []
+    for record in records.read_records(source):
+        number = records.number(record.get(field))
+        (kept if number is None or number <= last else moved).append(record)
+    for record in moved:
+        records.append_record(target, record)
+    if moved:
+        replace_atomically(source, b"".join(records.dump_line(record) for record in kept))
+    return len(moved)
 
 
 def _archive_box(box: Path) -> None:
