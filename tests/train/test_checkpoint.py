@@ -240,7 +240,7 @@ def test_unknown_files_are_let_alone(tmp_path):
 def test_a_newer_format_is_not_guessed_at(tmp_path):
     path = CheckpointStore(tmp_path).save(0, {})
     manifest = json.loads((path / "manifest.json").read_text())
-    from miniray.train.run.checkpoints.format import _checksum
+    from miniray.train.run.checkpoints.manifest import _checksum
 
     del manifest["checksum"]
     manifest["format"] = "miniray-checkpoint-2"

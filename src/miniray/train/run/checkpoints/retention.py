@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from miniray.checks import check_int
-from miniray.train.run.checkpoints.format import CheckpointInfo
+from miniray.train.run.checkpoints.manifest import CheckpointInfo
 
 
 @dataclasses.dataclass(frozen=True)

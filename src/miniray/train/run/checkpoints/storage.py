@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from miniray.errors import CheckpointError
 from miniray.train.options import warn
-from miniray.train.run.checkpoints.format import (
+from miniray.train.run.checkpoints.manifest import (
     CHECKPOINT_NAME,
     MANIFEST,
     CheckpointInfo,

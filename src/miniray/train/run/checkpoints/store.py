@@ -29,21 +29,21 @@ from miniray.checks import check_bool, check_int, check_path
 from miniray.errors import CheckpointError
 from miniray.train.options import warn
 from miniray.train.run.checkpoints.format import (
-    CHECKPOINT_NAME,
-    CheckpointInfo,
     Contents,
     LateState,
     begin_checkpoint,
     discard_checkpoint,
-    inspect_checkpoint,
     read_checkpoint,
     remove_leftovers,
     write_checkpoint,
 )
+from miniray.train.run.checkpoints.manifest import (
+    CHECKPOINT_NAME,
+    CheckpointInfo,
+    inspect_checkpoint,
+)
 from miniray.train.run.checkpoints.retention import Retention
 from miniray.train.run.checkpoints.storage import CheckpointCopies, CheckpointStorage
-
-__all__ = ["CheckpointInfo", "CheckpointStore"]
 
 _TRIES = 100
 
