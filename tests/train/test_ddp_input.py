@@ -306,7 +306,7 @@ def test_nor_does_another_kind_take_one_of_ddp(tmp_path):
         ({"timeout": None}, "timeout must be a number of seconds > 0, not None"),
         ({"timeout": math.inf}, "timeout must be a number of seconds > 0, not inf"),
         ({"hang_timeout": "60"}, "hang_timeout must be a number of seconds > 0"),
-        ({"clip_norm": True}, "clip_norm must be a number > 0 or None, not True"),
+        ({"clip_norm": True}, "clip_norm must be a number > 0, not True"),
         ({"on_nonfinite": "skip"}, "on_nonfinite must be one of 'error', 'ignore'"),
         ({"max_failures": -1}, "max_failures must be an int >= 0"),
         ({"compile": 3}, "compile must be True, a backend's name or a dict"),

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Collection, Mapping
-from typing import Any
 
-from miniray.checks import check_bool, check_choice, check_int, suggest_options
+from miniray.checks import check_bool, check_choice, check_int, check_number, suggest_options
 
 #: Ways to aggregate token losses, and estimators of the KL to the reference. See ``losses``.
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
@@ -28,21 +26,6 @@ _CONFIG_HINTS = {
     "kl_coef": "Use kl=KLPenalty(coef=...).",
     "on_error": "Pass it to the trainer.",
 }
-
-
-def in_range(
-    name: str, value: Any, low: float, high: float = math.inf, *, sign: str = ">="
-) -> None:
-    """Raise ``ValueError`` unless ``value`` is a number from ``low`` to ``high``, and not NaN."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not low <= value <= high or (sign == ">" and value == low):
-        upper = "" if high == math.inf else f" and <= {high:g}"
-        raise ValueError(f"{name} must be a number {sign} {low:g}{upper}, not {value!r}")
-
-
-def above(name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Raise ``ValueError`` unless ``value`` is a number above ``low`` and at most ``high``."""
-    in_range(name, value, low, high, sign=">")
 
 
 @suggest_options()
@@ -66,12 +49,12 @@ class KLPenalty:
     horizon: float = 10_000
 
     def __post_init__(self) -> None:
-        in_range("KLPenalty.coef", self.coef, 0)
+        check_number("KLPenalty.coef", self.coef, 0)
         check_choice("KLPenalty.kind", self.kind, KL_KINDS)
         check_choice("KLPenalty.place", self.place, ("loss", "reward"))
-        above("KLPenalty.horizon", self.horizon, 0)
+        check_number("KLPenalty.horizon", self.horizon, 0, open_low=True)
         if self.target is not None:
-            above("KLPenalty.target", self.target, 0)
+            check_number("KLPenalty.target", self.target, 0, open_low=True)
             if self.coef == 0:
                 raise ValueError("KLPenalty.target needs an initial coef > 0, because 0 stays 0")
 
@@ -88,9 +71,9 @@ class AdaptiveKL:
     """
 
     def __init__(self, coefficient: float, target: float, horizon: float = 10_000) -> None:
-        in_range("coefficient", coefficient, 0)
-        above("target", target, 0)
-        above("horizon", horizon, 0)
+        check_number("coefficient", coefficient, 0)
+        check_number("target", target, 0, open_low=True)
+        check_number("horizon", horizon, 0, open_low=True)
         self.coefficient = float(coefficient)
         self.target = float(target)
         self.horizon = float(horizon)
@@ -152,11 +135,11 @@ class Algorithm:
         if self.prompts_per_step is not None:
             check_int("prompts_per_step", self.prompts_per_step, 1)
         for name in ("lr", "clip_low", "clip_high", "entropy_coef"):
-            in_range(name, getattr(self, name), 0)
+            check_number(name, getattr(self, name), 0)
         if self.clip_norm is not None:
-            above("clip_norm", self.clip_norm, 0)
+            check_number("clip_norm", self.clip_norm, 0, open_low=True)
         if self.dual_clip is not None:
-            above("dual_clip", self.dual_clip, 1)
+            check_number("dual_clip", self.dual_clip, 1, open_low=True)
         check_choice("agg", self.agg, AGGREGATIONS)
         if not isinstance(self.kl, KLPenalty):
             raise TypeError(f"kl must be a KLPenalty, not {self.kl!r}")
@@ -208,13 +191,13 @@ class PPOConfig(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_range("gamma", self.gamma, 0, 1)
-        in_range("lam", self.lam, 0, 1)
-        in_range("value_coef", self.value_coef, 0)
+        check_number("gamma", self.gamma, 0, 1)
+        check_number("lam", self.lam, 0, 1)
+        check_number("value_coef", self.value_coef, 0)
         check_bool("whiten", self.whiten)
         for name in ("value_clip", "critic_lr"):
             if getattr(self, name) is not None:
-                in_range(name, getattr(self, name), 0)
+                check_number(name, getattr(self, name), 0)
 
 
 @suggest_options()
@@ -242,9 +225,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1)
-        in_range("temperature", self.temperature, 0)
+        check_number("temperature", self.temperature, 0)
         check_int("top_k", self.top_k, 0)
-        above("top_p", self.top_p, 0, 1)  # 0 would exclude all tokens
+        check_number("top_p", self.top_p, 0, 1, open_low=True)  # 0 would exclude all tokens
         if self.max_prompt_tokens is not None:
             check_int("max_prompt_tokens", self.max_prompt_tokens, 1)
         if not isinstance(self.stop_ids, Collection):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
-from miniray.checks import check_choice, check_int
+from miniray.checks import check_choice, check_int, check_number
 from miniray.core import session
 from miniray.errors import CapabilityError
 from miniray.train.lockstep.schedule import StepSchedule
@@ -57,10 +56,10 @@ def check_options(
     """Raise ``ValueError`` for invalid options of ``LockstepTrainer``."""
     check_choice("on_nonfinite", on_nonfinite, ("error", "ignore"), {"skip": _NO_SKIP})
     check_choice("group_backend", group_backend, ("auto", "gloo", "nccl"))
-    if clip_norm is not None and not _is_positive(clip_norm):
-        raise ValueError(f"clip_norm must be a number > 0 or None, not {clip_norm!r}")
+    if clip_norm is not None:
+        check_number("clip_norm", clip_norm, 0, open_low=True)
     check_seconds("hang_timeout", hang_timeout)
-    if not _is_positive(timeout) or timeout == math.inf:
+    if timeout is None or check_seconds("timeout", timeout) == math.inf:
         raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
 
 
@@ -69,10 +68,6 @@ def check_snapshot_every(value: Any) -> int | Literal["auto"] | None:
     if value is None or value == "auto":
         return value  # type: ignore[no-any-return]
     return check_int("snapshot_every", value, 1, ', "auto" or None')
-
-
-def _is_positive(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
 
 
 def check_engine(trainer: str, num_workers: int) -> None:
