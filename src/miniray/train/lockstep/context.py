@@ -1,4 +1,4 @@
-"""What the parts of a rank share: the methods of its worker, its position and its status."""
+"""``RankContext``: the position, the status and the barriers that the parts of a rank share."""
 
 from __future__ import annotations
 

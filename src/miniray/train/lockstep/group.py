@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,10 +95,7 @@ class LockstepGroup:
     _last_count: int = 0  # of ranks that trained
 
     def __post_init__(self) -> None:
-        self._ranks = self._create_ranks()
-
-    def _create_ranks(self) -> RunningRanks:
-        return RunningRanks(
+        self._ranks = RunningRanks(
             hang_timeout=self.hang_timeout,
             call_timeout=self.call_timeout,
             run_dir=self.run_dir,
@@ -122,7 +119,6 @@ class LockstepGroup:
 
     def start(self) -> None:
         """Create the actors of all ranks. They start at the same time."""
-        self._ranks = self._create_ranks()
         for rank in range(self.count):
             worker = self.create(rank)
             check_worker(worker, rank, self.required)
@@ -318,34 +314,10 @@ class LockstepGroup:
     def has(self, method: str) -> bool:
         return get_method_spec(self.handles[0], method) is not None
 
-    def call_ranks(
-        self,
-        method: str,
-        arguments: Callable[[int], tuple[Any, ...]] = lambda rank: (),
-        kwargs: Callable[[int], Mapping[str, Any]] = lambda rank: {},
-        epoch: int | None = None,
-        *,
-        ranks: Iterable[int] | None = None,
-        reports_progress: bool = False,
-    ) -> list[Any]:
-        """Call a method of ranks at once, without recovery; return the results in their order.
-
-        Args:
-            method: Name of the method.
-            arguments: Returns the positional arguments for a rank.
-            kwargs: Returns the keyword arguments for a rank, which gets those that its method
-                accepts.
-            epoch: For errors.
-            ranks: Which ranks; all by default.
-            reports_progress: The ranks report progress in this call, so one that hangs is found.
-
-        Raises:
-            ActorDiedError, WorkerTimeoutError: A rank was lost. The error has ``rank``, ``epoch``
-                and, in an epoch, ``step``.
-        """
-        return self._ranks.call(
-            method, arguments, kwargs, epoch, ranks=ranks, reports_progress=reports_progress
-        )
+    @property
+    def call_ranks(self) -> Callable[..., list[Any]]:
+        """Call a method of ranks at once, without recovery; see ``RunningRanks.call``."""
+        return self._ranks.call
 
     def read_logs(self) -> list[LogWindow]:
         """Return the log windows that the ranks have posted since the last call."""

@@ -1,4 +1,4 @@
-"""``RunningRanks``: the ranks between two restarts, and calls of all of them at once.
+"""``RunningRanks``: the actors of all ranks, and calls of all of them at once.
 
 After an error the other ranks are stuck in a collective, so all of them have to be stopped. The
 error that is raised is that of the root cause, which may arrive a few seconds later.
@@ -75,9 +75,10 @@ class Answers:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class RunningRanks:
-    """The actors of all ranks, from their start until they are stopped; see the module.
+    """The actors of all ranks, from their start until ``stop``; see the module.
 
-    ``LockstepGroup`` documents the attributes that it passes on.
+    After ``stop``, new actors may be added. ``LockstepGroup`` documents the attributes that it
+    passes on.
     """
 
     hang_timeout: float
@@ -115,8 +116,8 @@ class RunningRanks:
         """Let the ranks form a process group.
 
         Args:
-            facts: What ``prepare_rank`` returned, by rank.
-            agreed: What the ranks agree on.
+            facts: Results of ``prepare_rank``, by rank.
+            agreed: Values on which the ranks agree.
             name, backend, timeout: See ``LockstepGroup``.
         """
         machines = {fact["host"] for fact in facts}
@@ -132,6 +133,7 @@ class RunningRanks:
         arguments = (self._host.spec, agreed, len(machines) == 1)
         self.steps_per_epoch = self.call("join_group", lambda _: arguments)[0]
         self.knows_steps = self.call("count_epoch_steps")[0] is not None
+        self._is_broken = False
 
     def leave(self) -> None:
         """Let the ranks leave the process group, if they can. In this process they always can."""
@@ -185,7 +187,21 @@ class RunningRanks:
         ranks: Iterable[int] | None = None,
         reports_progress: bool = False,
     ) -> list[Any]:
-        """Call a method of ranks at once; see ``LockstepGroup.call_ranks``."""
+        """Call a method of ranks at once; return the results in their order.
+
+        Args:
+            method: Name of the method.
+            arguments: Returns the positional arguments for a rank.
+            kwargs: Returns the keyword arguments for a rank, which gets those that its method
+                accepts.
+            epoch: For errors.
+            ranks: Which ranks; all by default.
+            reports_progress: The ranks report progress in this call, so one that hangs is found.
+
+        Raises:
+            ActorDiedError, WorkerTimeoutError: A rank was lost. The error has ``rank``, ``epoch``
+                and, in an epoch, ``step``.
+        """
         pending = {}
         for rank in range(len(self.handles)) if ranks is None else ranks:
             worker = self.handles[rank]

@@ -1,4 +1,4 @@
-"""What ``TorchWorker`` and ranks share: steps, means, schedulers, measurements and state."""
+"""Functions that ``TorchWorker`` and ranks share: steps, means, schedulers, measurements, state."""
 
 from __future__ import annotations
 

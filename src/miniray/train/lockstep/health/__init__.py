@@ -1,1 +1,1 @@
-"""What the driver knows of its ranks: heartbeats, hangs, and the root cause of a failure."""
+"""Heartbeats of ranks, detection of hangs, and the root cause of a failure."""
