@@ -13,7 +13,6 @@ from miniray.train.callbacks import Checkpoint, EarlyStopping
 
 CALLS = {
     "allow_pickle": lambda v: CheckpointStore("c", allow_pickle=v),
-    "background": lambda v: CheckpointStore("c", background=v),
     "directory": lambda v: CheckpointStore(v),
     "keep_best": lambda v: Checkpoint(keep_best=v),
     "initial_sync": lambda v: DataParallelTrainer(2, initial_sync=v),

@@ -95,6 +95,7 @@ PASSED = {
     "val_check_interval": (DDPTrainer, DataParallelTrainer),
     "log_every_n_steps": (DDPTrainer, DataParallelTrainer),
     "gradient_accumulation_steps": (DDPTrainer, DataParallelTrainer, PipelineParallelTrainer),
+    "max_grad_norm": (DDPTrainer, GRPOTrainer, PPOConfig, GRPOConfig),
     "accumulate": (GRPOTrainer,),
     "batch_size": (GRPOTrainer, ParquetDataset),
     "learning_rate": (DDPTrainer, GRPOTrainer, GRPOConfig),
@@ -166,6 +167,11 @@ def test_misspelled_option_names_the_class_and_the_option(cls):
     message = get_message(cls, misspelled)
     assert f"{cls.__name__} has no option {misspelled!r}" in message
     assert repr(option) in message
+
+
+@pytest.mark.parametrize("cls", [GRPOTrainer, *TRAINERS[2:], PPOConfig, GRPOConfig])
+def test_max_grad_norm_names_clip_norm(cls):
+    assert "clip_norm" in get_message(cls, "max_grad_norm")
 
 
 @pytest.mark.parametrize("cls", [ParquetDataset, DDPTrainer, DataParallelTrainer, GRPOTrainer])

@@ -23,8 +23,8 @@ from shared import KL, LR, ROLLOUTS, make_model, make_rows, make_tokenizer, scor
 
 import miniray
 from miniray.rl import GRPOConfig, GRPOTrainer, KLPenalty, RLWorker, Sampling, advantages
-from miniray.rl.batch import Generated, Rollouts
-from miniray.rl.generation import row_seed
+from miniray.rl.models.generation import row_seed
+from miniray.rl.rollouts.batch import Generated, Rollouts
 from miniray.rl.update import Updater, run_policy
 
 NEW_TOKENS = 8  # what is counted does not get smaller with it, and steps are quick

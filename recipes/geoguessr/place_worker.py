@@ -96,7 +96,8 @@ class PlaceWorker(RLWorker):
             told += float(loss.detach())
         parameters = [p for p in self.policy.parameters() if p.requires_grad]
         sum_gradients(parameters, self.collective, f"gradients of warm-up step {step}")
-        torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
+        if self.config.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.config.clip_norm)
         self.optimizer.step()
         if step == steps - 1:
             del self._lessons

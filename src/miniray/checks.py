@@ -127,10 +127,18 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
-def check_choice(name: str, value: T, choices: Collection[Any]) -> T:
-    """Return ``value`` if it is one of ``choices``."""
+def check_choice(
+    name: str, value: T, choices: Collection[Any], hints: Mapping[str, str] | None = None
+) -> T:
+    """Return ``value`` if it is one of ``choices``.
+
+    ``hints`` has sentences for the error, by values that the option has in other classes.
+    """
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+        shown = ", ".join(map(repr, choices))
+        hint = (hints or {}).get(value) if isinstance(value, str) else None
+        more = "" if hint is None else f". {hint}"
+        raise ValueError(f"{name} must be one of {shown}, not {value!r}{more}")
     return value
 
 

@@ -12,6 +12,7 @@ import re
 import traceback
 from contextvars import ContextVar
 from functools import lru_cache
+from types import FrameType
 from typing import Any, ClassVar
 
 from miniray import tracebacks
@@ -466,13 +467,16 @@ class TaskError(MinirayError):
         the remote traceback of ``exc`` comes first, so that the message shows the whole chain of
         calls. Attributes that can't be pickled are dropped. If the type of ``exc`` can't be
         pickled, ``cause`` is None, but the traceback still shows the type and the message.
+
+        If ``function`` is a method of a wrapper around the user's object, the error names the
+        innermost method of that object that was called.
         """
         token = _in_capture.set(True)
         try:
             text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
         finally:
             _in_capture.reset(token)
-        return cls(function, actor, pid, text, to_picklable(exc))
+        return cls(_name_user_method(function, exc), actor, pid, text, to_picklable(exc))
 
     def as_cause_type(self) -> TaskError:
         """Return an error that is also an instance of the type of the original exception.
@@ -493,6 +497,28 @@ class TaskError(MinirayError):
             return self
         error.__dict__.update(self.__dict__)
         return error
+
+
+def _name_user_method(function: str, exc: BaseException) -> str:
+    """Return ``Class.method`` of the user's innermost method if a wrapper called it.
+
+    Return ``function`` if the user's object, which is of the class in ``function``, was called
+    directly, or not at all.
+    """
+    owner, _, called = function.rpartition(".")
+    methods = [
+        frame.f_code.co_name
+        for frame, _ in traceback.walk_tb(exc.__traceback__)
+        if _is_method_of(owner, frame)
+    ]
+    return f"{owner}.{methods[-1]}" if methods and methods[0] != called else function
+
+
+def _is_method_of(class_name: str, frame: FrameType) -> bool:
+    code = frame.f_code
+    if not code.co_argcount or tracebacks.find_library(code.co_filename) == "miniray":
+        return False
+    return type(frame.f_locals.get(code.co_varnames[0])).__name__ == class_name
 
 
 def _rebuild_task_error(

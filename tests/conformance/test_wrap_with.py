@@ -37,6 +37,9 @@ class Worker:
     def fail(self):
         raise KeyError("lost")
 
+    def fail_inside(self):
+        self.fail()
+
     def user(self):
         return "a method, though the wrapper has an attribute of that name"
 
@@ -118,22 +121,27 @@ def test_unknown_method_lists_the_users_methods(wrapped):
     with pytest.raises(AttributeError) as caught:
         handle.ad
     text = str(caught.value)
-    assert text.endswith("add, both, count_up, evaluate, fail, user")
+    assert text.endswith("add, both, count_up, evaluate, fail, fail_inside, user")
     assert "Worker" in text
     assert "add" in dir(handle)
     assert "run" not in dir(handle)
 
 
-def test_errors_name_the_users_class(wrapped):
+def test_errors_name_the_users_class_and_method(wrapped):
+    """The innermost method if the wrapper called it, else the one that was called."""
     handle = wrapped.remote()
     for ref, function in (
         (handle.fail.remote(), "Worker.fail"),
-        (handle.run.remote("fail"), "Worker.run"),
+        (handle.fail_inside.remote(), "Worker.fail_inside"),
+        (handle.run.remote("fail"), "Worker.fail"),
+        (handle.run.remote("fail_inside"), "Worker.fail"),
+        (handle.run.remote("missing"), "Worker.run"),
     ):
-        with pytest.raises(KeyError) as caught:
+        with pytest.raises((KeyError, AttributeError)) as caught:
             miniray.get(ref)
         assert caught.value.function == function
-        assert 'raise KeyError("lost")' in str(caught.value)
+        if function != "Worker.run":
+            assert 'raise KeyError("lost")' in str(caught.value)
     assert miniray.get(handle.add.remote()) == 1
 
 

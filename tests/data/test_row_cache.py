@@ -225,9 +225,9 @@ def test_dictionaries_are_decoded_in_small_steps(tmp_path):
 
 def test_trainers_build_the_copy_before_training(parquet_folder):
     """Not at the first batch, when the other ranks wait at a barrier."""
-    data = pytest.importorskip("miniray.train.workers.batches.planned")
+    data = pytest.importorskip("miniray.train.workers.data.planned")
     from miniray.train.workers.actor import WorkerActor
-    from miniray.train.workers.shards import TrainData
+    from miniray.train.workers.data.shards import TrainData
 
     class Worker:
         def load_data_shard(self, shard_id, num_shards, data):

@@ -69,7 +69,7 @@ def test_what_was_sampled_has_the_probability_it_was_sampled_with(files):
     from policy import SIZES, PlacePolicy
 
     from miniray.rl import Sampling
-    from miniray.rl.batch import Rollouts
+    from miniray.rl.rollouts.batch import Rollouts
 
     size = dataclasses.replace(SIZES["tiny"], reads_question=True, encoder_layers=1)
     policy = PlacePolicy(size, value_head=True).eval()

@@ -40,7 +40,7 @@ class Arms(torch.nn.Module):
 def arms(critic_lr, policy=Arms, **more):
     """One response a step. Its advantage is 1 - worth, nothing is clipped."""
     config = PPOConfig(
-        prompts_per_step=1, lr=0.3, critic_lr=critic_lr, whiten=False, max_grad_norm=100,
+        prompts_per_step=1, lr=0.3, critic_lr=critic_lr, whiten=False, clip_norm=None,
         kl=KLPenalty(0),
     )  # fmt: skip
     settings = {"reward": lambda row, text: 1.0, "data": [{"x": 0}], **more}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from miniray.rl import CausalLM, Sampling, generate
-from miniray.rl.batch import Generated, Rollouts
-from miniray.rl.generation import pick, row_seed, uniforms
+from miniray.rl.models.generation import pick, row_seed, uniforms
+from miniray.rl.rollouts.batch import Generated, Rollouts
 from tests.rl.models_for_tests import TOKENIZER, TinyLM, make_model
 
 PROMPTS = [torch.tensor(TOKENIZER.encode(t)) for t in ("1+2=", "7", "1+2=", "12345+67", "3+")]

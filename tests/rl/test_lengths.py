@@ -3,7 +3,7 @@
 import pytest
 
 from miniray.rl import GRPOConfig, KLPenalty, PPOTrainer
-from miniray.rl.sources import LoaderSource
+from miniray.rl.rollouts.sources import LoaderSource
 from tests.rl.models_for_tests import rows
 from tests.rl.trainers_for_tests import Batches, make
 

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from miniray.rl import logprobs, losses
+from miniray.rl import losses
+from miniray.rl.models import logprobs
 
 
 def plain(logits, tokens, temperature):

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miniray.data import DataLoader, IndexedDataset
-from miniray.rl.batch import Generated, Rollouts, split_by_tokens
 from miniray.rl.metrics import Metrics, pool, record
-from miniray.rl.sources import ListSource, LoaderSource, held_out, place_of_all, rows_of
+from miniray.rl.rollouts.batch import Generated, Rollouts, split_by_tokens
+from miniray.rl.rollouts.sources import ListSource, LoaderSource, held_out, place_of_all, rows_of
 from miniray.rl.update import mini_batch_of
 
 # -- micro-batches by tokens ----------------------------------------------------------------------

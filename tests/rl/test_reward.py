@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from miniray.rl import RewardError, RewardTimeoutError
-from miniray.rl.reward import Scorer, brief
+from miniray.rl.rollouts.reward import Scorer, brief
 
 ROWS = [{"prompt": f"p{i}", "image": b"x" * 1000} for i in range(4)]
 
@@ -113,7 +113,7 @@ def test_a_function_that_loops_is_ended_and_skipped():
 
 def test_the_limit_is_for_each_row_and_not_for_all(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("miniray.rl.reward.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("miniray.rl.rollouts.reward.time.monotonic", lambda: now[0])
 
     def takes_nine(row, text):
         now[0] += 9

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from miniray.rl import Sampling
-from miniray.rl.generation import pick, row_seed, uniforms
+from miniray.rl.models.generation import pick, row_seed, uniforms
 
 LOGITS = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log()
 

@@ -279,7 +279,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(arguments, complaint):
         (lambda: KLPenalty(0, target=1), "0 stays 0"),
         (lambda: KLPenalty(kind="k4"), "kind"),
         (lambda: KLPenalty(target="1"), "target must be a number > 0, not '1'"),
-        (lambda: GRPOConfig(max_grad_norm="1"), "max_grad_norm must be a number > 0"),
+        (lambda: GRPOConfig(clip_norm="1"), "clip_norm must be a number > 0"),
         (lambda: GRPOConfig(rollouts=True), "rollouts"),
         (lambda: Sampling(top_p=0), "top_p must be a number > 0"),
         (lambda: Sampling(stop_ids=5), "stop_ids must be a tuple"),

@@ -214,7 +214,7 @@ class Place:
                 "steps": [report.step for report in reports],
                 "weights": actor.get_weights(),
                 "samples": facts["batches"],
-                "shared": actor._replica.get_shared(),
+                "shared": actor._replica.state.get_shared(),
                 "own": actor.get_state(),
                 "bytes": local_bytes(worker),
             }

@@ -19,7 +19,7 @@ from miniray.train import (
     ModelParallelTrainer,
     PipelineParallelTrainer,
 )
-from miniray.train.lockstep import arena
+from miniray.train.lockstep.snapshots import arena
 from miniray.train.workers.context import WorkerContext
 from tests.train.steps_for_tests import EveryCheckpoint
 

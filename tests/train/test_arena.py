@@ -11,7 +11,7 @@ import pytest
 
 import miniray
 from miniray.errors import ActorDiedError, ObjectStoreFullError
-from miniray.train.lockstep.arena import SnapshotArena, SnapshotWriter, measure_slot
+from miniray.train.lockstep.snapshots.arena import SnapshotArena, SnapshotWriter, measure_slot
 
 torch = pytest.importorskip("torch")
 
@@ -111,7 +111,7 @@ def test_interrupted_write_leaves_the_step_before(inline: Any, monkeypatch: Any)
     def fail(*_: Any) -> None:
         raise OSError("killed here")
 
-    monkeypatch.setattr("miniray.train.lockstep.arena._copy_bytes", fail)
+    monkeypatch.setattr("miniray.train.lockstep.snapshots.arena._copy_bytes", fail)
     with pytest.raises(OSError, match="killed here"):
         writers[1].save(6, make_shared(6), make_own(1, 6))
     assert arena.find_newest_step() == 4

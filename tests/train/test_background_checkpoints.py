@@ -13,7 +13,7 @@ import pytest
 import miniray
 from miniray.train import DDPTrainer, ModelParallelTrainer, PipelineParallelTrainer
 from miniray.train.callbacks import Callback, Checkpoint
-from miniray.train.run import checkpoint_store
+from miniray.train.run.checkpoints import store as checkpoint_store
 
 torch = pytest.importorskip("torch")
 

@@ -9,7 +9,7 @@ import pytest
 
 from miniray.errors import CheckpointError
 from miniray.train import CheckpointStore
-from miniray.train.run.checkpoint_format import _checksum, inspect_checkpoint
+from miniray.train.run.checkpoints.manifest import _checksum, inspect_checkpoint
 
 
 @pytest.fixture

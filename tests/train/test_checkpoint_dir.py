@@ -8,7 +8,7 @@ import pytest
 from miniray.errors import CheckpointError
 from miniray.train import CheckpointStore, DataParallelTrainer
 from miniray.train.callbacks import Checkpoint
-from miniray.train.run.storage import FsspecStorage
+from miniray.train.run.checkpoints.storage import FsspecStorage
 
 fsspec = pytest.importorskip("fsspec")
 

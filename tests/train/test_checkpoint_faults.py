@@ -53,17 +53,12 @@ def small_disk(tmp_path):
         yield disk
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_leaves_the_checkpoint_before(small_disk, background):
+def test_a_full_disk_leaves_the_checkpoint_before(small_disk):
     events = []
-    store = CheckpointStore(
-        small_disk / "c", keep_last=1, background=background, on_event=events.append
-    )
+    store = CheckpointStore(small_disk / "c", keep_last=1, on_event=events.append)
     store.save(0, {"w": np.zeros(50_000)})
-    store.wait()
     with pytest.raises(CheckpointError, match=r"No space left on device.*8,000,.* bytes") as caught:
         store.save(1, {"w": np.zeros(1_000_000)})
-        store.close()
     assert str(small_disk / "c" / "epoch-00000001") in str(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
@@ -71,7 +66,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(small_disk, background):
     assert [p.name for p in (small_disk / "c").iterdir()] == ["epoch-00000000"]
     assert store.load()[1]["w"].size == 50_000
     store.save(1, {"w": np.zeros(60_000)})  # and it goes on when there is room
-    store.close()
     assert store.load()[0] == 1
 
 
@@ -130,7 +124,7 @@ KILLER = """
     # directory. The writer is a fork of this process, which has numpy loaded and one thread.
     import os, random, signal, sys, time, warnings
     import numpy as np
-    from miniray.train.run.checkpoint_store import CheckpointStore
+    from miniray.train.run.checkpoints.store import CheckpointStore
     warnings.simplefilter("error")  # a damaged checkpoint would be a warning
 
     directory, background = sys.argv[1], sys.argv[2] == "True"
@@ -144,10 +138,10 @@ KILLER = """
         }
 
     def writer(first, pipe):
-        store = CheckpointStore(directory, keep_last=2, background=background)
+        store = CheckpointStore(directory, keep_last=2)
         epoch = first
         while True:
-            store.save(epoch, state(epoch))
+            (store.save_or_warn if background else store.save)(epoch, state(epoch))
             # In the background, this save is the proof that the one before is complete.
             done = epoch - 1 if background else epoch
             os.write(pipe, done.to_bytes(4, "big", signed=True))
@@ -203,8 +197,8 @@ def test_the_program_does_not_end_before_a_background_write(tmp_path):
     run(
         """
         import sys, numpy as np
-        from miniray.train.run.checkpoint_store import CheckpointStore
-        CheckpointStore(sys.argv[1], background=True).save(3, {"w": np.ones(3_000_000)})
+        from miniray.train.run.checkpoints.store import CheckpointStore
+        CheckpointStore(sys.argv[1]).save_or_warn(3, {"w": np.ones(3_000_000)})
         """,
         tmp_path,
     )
@@ -215,8 +209,8 @@ def test_a_failed_background_write_is_said_at_the_end_of_the_program(tmp_path):
     (tmp_path / "file").write_text("")
     code = """
         import sys
-        from miniray.train.run.checkpoint_store import CheckpointStore
-        CheckpointStore(sys.argv[1], background=True).save(3, {})
+        from miniray.train.run.checkpoints.store import CheckpointStore
+        CheckpointStore(sys.argv[1]).save_or_warn(3, {})
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "file" / "c")],
@@ -262,10 +256,10 @@ def test_readers_at_the_same_time_always_get_an_intact_one(tmp_path):
 
 
 def test_two_stores_of_one_process_do_not_disturb_each_other(tmp_path):
-    stores = [CheckpointStore(tmp_path, keep_last=None, background=True) for _ in range(2)]
+    stores = [CheckpointStore(tmp_path, keep_last=None) for _ in range(2)]
     for epoch in range(0, 20, 2):
         for i, store in enumerate(stores):
-            store.save(epoch + i, {"w": np.full(50_000, epoch + i)})
+            store.save_or_warn(epoch + i, {"w": np.full(50_000, epoch + i)})
     for store in stores:
         store.close()
     assert sorted(found.epoch for found in stores[0].list(verify=True)) == list(range(20))

@@ -22,11 +22,11 @@ from torch.utils import data as torch_data  # noqa: E402
 
 from miniray.data.torch import TorchDataset, TorchIterableDataset  # noqa: E402
 from miniray.train.run.state import RankState  # noqa: E402
-from miniray.train.workers import shards  # noqa: E402
-from miniray.train.workers.batches.epoch_data import EpochData  # noqa: E402
-from miniray.train.workers.batches.planned import take_share  # noqa: E402
-from miniray.train.workers.shards import TrainData, give_data  # noqa: E402
-from miniray.train.workers.torch_utils import length  # noqa: E402
+from miniray.train.workers.data import shards  # noqa: E402
+from miniray.train.workers.data.batches import count_samples  # noqa: E402
+from miniray.train.workers.data.epoch_data import create_epoch_data  # noqa: E402
+from miniray.train.workers.data.planned import take_share  # noqa: E402
+from miniray.train.workers.data.shards import TrainData, give_data  # noqa: E402
 
 ROWS = 22
 
@@ -140,7 +140,7 @@ def open_ranks(options, workers):
         user = SimpleNamespace()
         give_data(user, pickle.loads(pickle.dumps(given)), rank, workers, {}, has_own_load=False)
         loader = take_share(user.train_loader, rank, workers, seed=1)
-        found.append(EpochData(loader, rank, workers, accumulate=1, uneven="join"))
+        found.append(create_epoch_data(loader, rank, workers, accumulate=1, uneven="join"))
     return found
 
 
@@ -322,10 +322,10 @@ def test_data_is_put_into_the_object_store_once(tmp_path, monkeypatch):
 
 def test_samples_of_a_batch_with_lists():
     lists = [[1.0, 2.0], [3.0]]
-    assert length({"x": lists, "y": torch.zeros(3)}) == 3  # not the length of a list
-    assert length({"x": lists * 2}) == 4
-    assert length({"x": [torch.zeros(5), torch.zeros(5)]}) == 5  # columns collated by torch
-    assert length({"x": ["a", "b", "c"]}) == 3
+    assert count_samples({"x": lists, "y": torch.zeros(3)}) == 3  # not the length of a list
+    assert count_samples({"x": lists * 2}) == 4
+    assert count_samples({"x": [torch.zeros(5), torch.zeros(5)]}) == 5  # columns collated by torch
+    assert count_samples({"x": ["a", "b", "c"]}) == 3
 
 
 @pytest.mark.parametrize("trainer", [DDPTrainer, DataParallelTrainer])

@@ -15,9 +15,10 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler  # noqa: E402
 
 from miniray.train.ddp.checks import read_output  # noqa: E402
-from miniray.train.lockstep.failure import add_rank_context  # noqa: E402
-from miniray.train.workers.batches.planned import planned, set_epoch, take_share  # noqa: E402
-from miniray.train.workers.torch_utils import Means, length, moved  # noqa: E402
+from miniray.train.lockstep.health.failure import add_rank_context  # noqa: E402
+from miniray.train.workers.data.batches import count_samples, move_batch  # noqa: E402
+from miniray.train.workers.data.planned import planned, set_epoch, take_share  # noqa: E402
+from miniray.train.workers.torch_utils import Means  # noqa: E402
 from tests.train.ddp_for_tests import Stepper, make_data  # noqa: E402
 
 
@@ -116,8 +117,8 @@ class Rows:
 
 def test_a_batch_may_be_a_dataclass():
     batch = Rows(torch.ones(3, 2))
-    assert length(batch) == 3
-    there = moved(batch, torch.device("meta"))
+    assert count_samples(batch) == 3
+    there = move_batch(batch, torch.device("meta"))
     assert (there.x.device.type, there.name) == ("meta", "rows")
     assert batch.x.device.type == "cpu"
 
@@ -142,7 +143,7 @@ class Named(dict):
 
 def test_a_batch_that_is_a_dict_of_the_users_own_stays_one():
     batch = Named(x=torch.ones(2), rows=[torch.ones(2), "text"])
-    there = moved(batch, "meta")
+    there = move_batch(batch, "meta")
     assert (there.x.device.type, there.rows[0].device.type, there.rows[1]) == (
         "meta",
         "meta",
@@ -305,7 +306,8 @@ def test_nor_does_another_kind_take_one_of_ddp(tmp_path):
         ({"timeout": None}, "timeout must be a number of seconds > 0, not None"),
         ({"timeout": math.inf}, "timeout must be a number of seconds > 0, not inf"),
         ({"hang_timeout": "60"}, "hang_timeout must be a number of seconds > 0"),
-        ({"clip_norm": True}, "clip_norm must be a number > 0 or None, not True"),
+        ({"clip_norm": True}, "clip_norm must be a number > 0, not True"),
+        ({"on_nonfinite": "skip"}, "on_nonfinite must be one of 'error', 'ignore'"),
         ({"max_failures": -1}, "max_failures must be an int >= 0"),
         ({"compile": 3}, "compile must be True, a backend's name or a dict"),
         ({"static_graph": True, "accumulate": 2}, "static_graph=True and accumulate= can't be"),

@@ -12,13 +12,13 @@ import pytest
 import miniray
 from miniray.errors import BarrierTimeoutError, WeightsMismatchError
 from miniray.train.ddp.checks import RankSettings, check_agreement
-from miniray.train.lockstep.process_group import GroupHost
-from miniray.train.lockstep.status import (
+from miniray.train.lockstep.health.status import (
     HeartbeatSender,
     RankPosition,
     read_positions,
     select_readable,
 )
+from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.run.progress import StepBar
 from miniray.train.workers.process import RankStream
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miniray.train.workers.batches.plan import EpochPlan, create_counted_windows
+from miniray.train.workers.data.plan import EpochPlan, create_counted_windows
 
 plans = st.fixed_dictionaries(
     {

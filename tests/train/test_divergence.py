@@ -12,7 +12,7 @@ from miniray.train import (
     DDPTrainer,
     PipelineParallelTrainer,
 )
-from miniray.train.lockstep.failure import find_divergence
+from miniray.train.lockstep.health.failure import find_divergence
 
 torch = pytest.importorskip("torch")
 

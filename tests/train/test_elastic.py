@@ -22,8 +22,8 @@ torch = pytest.importorskip("torch")
 
 from torch.utils import data as torch_data  # noqa: E402
 
-from miniray.train.lockstep.snapshot import resize_states  # noqa: E402
-from miniray.train.workers.batches.seeding import derive_seed  # noqa: E402
+from miniray.train.lockstep.snapshots.state import resize_states  # noqa: E402
+from miniray.train.workers.data.seeding import derive_seed  # noqa: E402
 from tests.conformance.helpers import eventually  # noqa: E402
 
 pytestmark = pytest.mark.timeout(180)  # processes start slowly on a machine that is busy

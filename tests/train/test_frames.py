@@ -61,7 +61,7 @@ def test_ddp_step_is_a_few_frames_away_from_train():
         (worker,) = trainer.call_workers("get_frames")
     assert len(driver) == 1
     assert driver[0][0] == "trainer.train"
-    assert driver[0][-1] == "group.call_ranks"
+    assert driver[0][-1] == "ranks.call"
     assert len(driver[0]) <= 6, driver[0]
     assert worker[0] == "rank.run_rank_epoch"
     assert len(worker) <= 4, worker

@@ -7,6 +7,7 @@ import pytest
 import miniray
 from miniray.core.engine import Engine
 from miniray.errors import GroupError, PeerLostError, TaskError
+from miniray.train.lockstep.health.status import _is_waiting, is_consequence
 from miniray.train.lockstep.process_group import (
     GroupHost,
     find_interface,
@@ -14,7 +15,6 @@ from miniray.train.lockstep.process_group import (
     join,
     leave,
 )
-from miniray.train.lockstep.status import _is_waiting, is_consequence
 
 torch = pytest.importorskip("torch")
 

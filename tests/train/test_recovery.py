@@ -9,7 +9,7 @@ import pytest
 
 import miniray
 from miniray.train import DDPTrainer, ModelParallelTrainer, PipelineParallelTrainer
-from miniray.train.lockstep import arena
+from miniray.train.lockstep.snapshots import arena
 
 torch = pytest.importorskip("torch")
 

@@ -7,7 +7,8 @@ import pytest
 
 from miniray.errors import ActorDiedError, BarrierTimeoutError, TaskError, WorkerTimeoutError
 from miniray.train.lockstep.group import LockstepGroup
-from miniray.train.lockstep.snapshot import Keep, RankSnapshots, StepSnapshots
+from miniray.train.lockstep.snapshots.memory import StepSnapshots
+from miniray.train.lockstep.snapshots.state import Keep, RankSnapshots
 from miniray.train.workers.budget import FailureBudget
 
 

@@ -20,7 +20,7 @@ from miniray.cli.runs import find_obstacle
 from miniray.doctor import runfile
 from miniray.errors import RunLockedError
 from miniray.train import BaseTrainer, RunDirectory
-from miniray.train.run.directory import find_holder
+from miniray.train.run.lock import create_locked_error, find_holder
 
 RESUME = """
 import sys
@@ -108,9 +108,7 @@ def test_error_message(golden):
         assert process.stdout.readline().split() == ["RunLockedError", "7", "node3"]
     finally:
         end(process)
-    from miniray.train.run.directory import _create_locked_error
-
-    golden("run_locked.txt", f"{_create_locked_error(run.path, {'pid': 7, 'host': 'node3'})}\n")
+    golden("run_locked.txt", f"{create_locked_error(run.path, {'pid': 7, 'host': 'node3'})}\n")
 
 
 def test_locked_run_is_not_deleted():

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader  # noqa: E402
 
-from miniray.train.workers.batches.seeding import (  # noqa: E402
+from miniray.train.workers.data.seeding import (  # noqa: E402
     SeededDataset,
     SeededIndices,
     derive_seed,

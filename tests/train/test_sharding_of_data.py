@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from torch.utils import data as torch_data  # noqa: E402
 
 from miniray.data.torch import ShardSampler, TorchDataset, TorchIterableDataset  # noqa: E402
-from miniray.train.workers.batches.planned import set_epoch, take_share  # noqa: E402
+from miniray.train.workers.data.planned import set_epoch, take_share  # noqa: E402
 
 ROWS = 22
 

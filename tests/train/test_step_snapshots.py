@@ -8,10 +8,9 @@ import pytest
 
 import miniray
 from miniray.errors import ActorDiedError, WorkerTimeoutError
-from miniray.train.lockstep.arena import SnapshotWriter
-from miniray.train.lockstep.failure import describe_loss
-from miniray.train.lockstep.rank import SnapshotNeed
-from miniray.train.lockstep.snapshot import StepSnapshots
+from miniray.train.lockstep.health.failure import describe_loss
+from miniray.train.lockstep.snapshots.arena import SnapshotWriter
+from miniray.train.lockstep.snapshots.memory import SnapshotNeed, StepSnapshots
 from miniray.train.run.step_log import LogWindow
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import miniray
 from miniray.errors import SyncError, WorkerLostError
-from miniray.train.workers.sync_repair import sync
+from miniray.train.workers.sync.repair import sync
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 import miniray
 from miniray.train import Checkpoint, DataParallelTrainer, LRSchedule, TorchWorker
-from miniray.train.workers.torch_utils import shard
+from miniray.train.workers.data.loaders import shard_loader
 
 
 class Line(TorchWorker):
@@ -197,13 +197,13 @@ class Stream(IterableDataset):
         ({"model": None}, r"must set self\.model"),
         ({"optimizer": None}, r"must set self\.optimizer"),
         ({"train_loader": None}, r"must set self\.train_loader"),
-        ({"train_loader": DataLoader(Stream())}, "is an IterableDataset.*load_data_shard"),
-        ({"train_loader": [1, 2]}, "it is a list"),
+        ({"train_loader": DataLoader(Stream())}, "an IterableDataset.*load_data_shard"),
+        ({"train_loader": [1, 2]}, "type list"),
         (
             {"train_loader": DataLoader(range(4), sampler=[0, 1])},
             "custom sampler.*load_data_shard",
         ),
-        ({"train_loader": DataLoader(range(4), batch_size=None)}, "no batch_size"),
+        ({"train_loader": DataLoader(range(4), batch_size=None)}, "batch_size=None"),
         (
             {"train_loader": DataLoader(range(4), batch_sampler=BATCHES)},
             "custom batch sampler.*load_data_shard",
@@ -267,7 +267,7 @@ def test_a_loader_of_a_class_of_its_own_stays_one(shuffle):
         def __iter__(self):
             return (2 * batch for batch in super().__iter__())
 
-    shards = [shard(Doubling(5), i, 2) for i in range(2)]
+    shards = [shard_loader(Doubling(5), i, 2) for i in range(2)]
     assert [sorted(torch.cat(list(part)).tolist()) for part in shards] == [[0, 4, 8], [2, 6]]
     assert [len(part) for part in shards] == [2, 1]
     assert len(Doubling(5)) == 3

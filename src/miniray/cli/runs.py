@@ -153,7 +153,7 @@ def find_obstacle(path: Path) -> str:
     from miniray.report import read
     from miniray.report.run import is_created_by_miniray
     from miniray.runs.listing import is_run
-    from miniray.train.run.directory import find_holder
+    from miniray.train.run.lock import find_holder
 
     if path.is_symlink():
         return "it is a symbolic link"

@@ -21,6 +21,8 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "on_nonfinite": ("error", "skip"),
     "transport": TRANSPORTS,
 }
+#: Why ``on_nonfinite="ignore"``, which trainers of ranks that step together have, is missing here.
+_NO_IGNORE = 'A NaN of one worker would be in the weights of all. "skip" leaves out that worker.'
 _LOWEST = {"num_workers": 1, "max_staleness": 0, "threads": 1}
 
 
@@ -41,7 +43,8 @@ def create_parameter_server(
     Args:
         strategy: a name (``strategy_names()`` lists them) or a ``Strategy``.
         mode: ``"sync"``, or ``"async"``: pushes take effect one by one.
-        on_nonfinite: what to do with a worker that has NaN or Inf: ``"error"`` or ``"skip"`` it.
+        on_nonfinite: If the weights of a worker contain NaN or infinity, raise (``"error"``) or
+            leave out the worker (``"skip"``).
         num_workers: how many workers push, if known: see ``push_weights``.
         max_staleness: with ``mode="async"``, how many pushes a worker may be ahead of the slowest.
         staleness_power: with ``mode="async"``, how much less a stale push counts.
@@ -105,7 +108,8 @@ def _checked(*args: Any, **kwargs: Any) -> tuple[type[Server], dict[str, Any]]:
         given["strategy"], given.pop("strategy_kwargs"), _SERVER_OPTIONS
     )
     for name, allowed in _CHOICES.items():
-        check_choice(name, given[name], allowed)
+        hints = {"ignore": _NO_IGNORE} if name == "on_nonfinite" else None
+        check_choice(name, given[name], allowed, hints)
     for name, low in _LOWEST.items():
         if given[name] is not None:
             check_int(name, given[name], low)

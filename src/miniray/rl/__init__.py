@@ -12,44 +12,44 @@ from miniray import lazy
 if TYPE_CHECKING:
     from miniray.errors import NonFiniteError, NoTokensError, RewardError, RewardTimeoutError
     from miniray.rl import advantages, losses
-    from miniray.rl.batch import Generated, MicroBatch, pad_left, positions
     from miniray.rl.collective import sum_gradients
     from miniray.rl.config import AdaptiveKL, GRPOConfig, KLPenalty, PPOConfig, Sampling
-    from miniray.rl.generation import generate
     from miniray.rl.metrics import Quad, pool
-    from miniray.rl.policy import CausalLM, Policy
-    from miniray.rl.sources import held_out, make_source
-    from miniray.rl.tokenizer import CharTokenizer
+    from miniray.rl.models.generation import generate
+    from miniray.rl.models.policy import CausalLM, Policy
+    from miniray.rl.models.tokenizer import CharTokenizer
+    from miniray.rl.rollouts.batch import Generated, MicroBatch, pad_left, positions
+    from miniray.rl.rollouts.sources import held_out, make_source
     from miniray.rl.trainer import GRPOTrainer, PPOTrainer
     from miniray.rl.worker import RLWorker
 
 _WHERE = {
     "AdaptiveKL": ".config",
-    "CausalLM": ".policy",
-    "CharTokenizer": ".tokenizer",
+    "CausalLM": ".models.policy",
+    "CharTokenizer": ".models.tokenizer",
     "GRPOConfig": ".config",
     "GRPOTrainer": ".trainer",
-    "Generated": ".batch",
+    "Generated": ".rollouts.batch",
     "KLPenalty": ".config",
-    "MicroBatch": ".batch",
+    "MicroBatch": ".rollouts.batch",
     "NoTokensError": "..errors",
     "NonFiniteError": "..errors",
     "PPOConfig": ".config",
     "PPOTrainer": ".trainer",
-    "Policy": ".policy",
+    "Policy": ".models.policy",
     "Quad": ".metrics",
     "RLWorker": ".worker",
     "RewardError": "..errors",
     "RewardTimeoutError": "..errors",
     "Sampling": ".config",
     "advantages": ".advantages",
-    "generate": ".generation",
-    "held_out": ".sources",
+    "generate": ".models.generation",
+    "held_out": ".rollouts.sources",
     "losses": ".losses",
-    "make_source": ".sources",
-    "pad_left": ".batch",
+    "make_source": ".rollouts.sources",
+    "pad_left": ".rollouts.batch",
     "pool": ".metrics",
-    "positions": ".batch",
+    "positions": ".rollouts.batch",
     "sum_gradients": ".collective",
 }
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from miniray.checks import check_choice
-from miniray.rl.config import Algorithm, Sampling, above
+from miniray.checks import check_choice, check_number
+from miniray.rl.config import Algorithm, Sampling
 from miniray.rl.metrics import Quad
-from miniray.rl.sources import Row, Source, called_with, check_data
+from miniray.rl.rollouts.sources import Row, Source, called_with, check_data
 from miniray.train.lockstep.process_group import ProcessGroupSpec
 from miniray.train.pretrained import SavedFiles, write_model
 
@@ -73,7 +73,7 @@ class Setup:
         check_choice("on_error", self.on_error, ("raise", "skip"))
         check_choice("precision", self.precision, ("fp32", "bf16"))
         if self.reward_timeout is not None:
-            above("reward_timeout", self.reward_timeout, 0)
+            check_number("reward_timeout", self.reward_timeout, 0, open_low=True)
         check_data("data", self.data)
         if self.eval_data is not None:
             check_data("eval_data", self.eval_data)

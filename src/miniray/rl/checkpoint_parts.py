@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import miniray
-from miniray.rl.sources import place_of_all
+from miniray.rl.rollouts.sources import place_of_all
 from miniray.train.workers.group import WorkerGroup
 
 #: Returns the current ``WorkerGroup``, which replaces lost workers.

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Collection, Mapping
-from typing import Any
 
-from miniray.checks import check_bool, check_choice, check_int, suggest_options
+from miniray.checks import check_bool, check_choice, check_int, check_number, suggest_options
 
 #: Ways to aggregate token losses, and estimators of the KL to the reference. See ``losses``.
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
@@ -24,27 +22,10 @@ PROMPTS_PER_STEP = 64
 _CONFIG_HINTS = {
     **dict.fromkeys(("steps", "max_steps", "max_epochs", "num_epochs"), "Pass train(steps=...)."),
     "batch_size": "Use prompts_per_step=.",
-    "clip_norm": "Use max_grad_norm=.",
-    "gradient_clip_val": "Use max_grad_norm=.",
     "beta": "Use kl=KLPenalty(coef=...).",
     "kl_coef": "Use kl=KLPenalty(coef=...).",
     "on_error": "Pass it to the trainer.",
 }
-
-
-def in_range(
-    name: str, value: Any, low: float, high: float = math.inf, *, sign: str = ">="
-) -> None:
-    """Raise ``ValueError`` unless ``value`` is a number from ``low`` to ``high``, and not NaN."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not low <= value <= high or (sign == ">" and value == low):
-        upper = "" if high == math.inf else f" and <= {high:g}"
-        raise ValueError(f"{name} must be a number {sign} {low:g}{upper}, not {value!r}")
-
-
-def above(name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Raise ``ValueError`` unless ``value`` is a number above ``low`` and at most ``high``."""
-    in_range(name, value, low, high, sign=">")
 
 
 @suggest_options()
@@ -68,12 +49,12 @@ class KLPenalty:
     horizon: float = 10_000
 
     def __post_init__(self) -> None:
-        in_range("KLPenalty.coef", self.coef, 0)
+        check_number("KLPenalty.coef", self.coef, 0)
         check_choice("KLPenalty.kind", self.kind, KL_KINDS)
         check_choice("KLPenalty.place", self.place, ("loss", "reward"))
-        above("KLPenalty.horizon", self.horizon, 0)
+        check_number("KLPenalty.horizon", self.horizon, 0, open_low=True)
         if self.target is not None:
-            above("KLPenalty.target", self.target, 0)
+            check_number("KLPenalty.target", self.target, 0, open_low=True)
             if self.coef == 0:
                 raise ValueError("KLPenalty.target needs an initial coef > 0, because 0 stays 0")
 
@@ -90,9 +71,9 @@ class AdaptiveKL:
     """
 
     def __init__(self, coefficient: float, target: float, horizon: float = 10_000) -> None:
-        in_range("coefficient", coefficient, 0)
-        above("target", target, 0)
-        above("horizon", horizon, 0)
+        check_number("coefficient", coefficient, 0)
+        check_number("target", target, 0, open_low=True)
+        check_number("horizon", horizon, 0, open_low=True)
         self.coefficient = float(coefficient)
         self.target = float(target)
         self.horizon = float(horizon)
@@ -128,7 +109,7 @@ class Algorithm:
         mini_batches: Updates per pass.
         micro_batch_tokens: Maximum number of padded tokens in a forward and backward pass.
         lr: Learning rate of AdamW. Not used if the trainer has an ``optimizer``.
-        max_grad_norm: Maximum norm to which gradients are clipped.
+        clip_norm: Maximum norm of the gradients of all parameters together. None: no clipping.
         clip_low, clip_high, dual_clip, agg: See ``losses.policy_loss``.
         entropy_coef: Coefficient of the entropy bonus.
         kl: See ``KLPenalty``.
@@ -140,7 +121,7 @@ class Algorithm:
     mini_batches: int = 1
     micro_batch_tokens: int = 16_384
     lr: float = 1e-6
-    max_grad_norm: float = 1.0
+    clip_norm: float | None = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
@@ -154,10 +135,11 @@ class Algorithm:
         if self.prompts_per_step is not None:
             check_int("prompts_per_step", self.prompts_per_step, 1)
         for name in ("lr", "clip_low", "clip_high", "entropy_coef"):
-            in_range(name, getattr(self, name), 0)
-        above("max_grad_norm", self.max_grad_norm, 0)
+            check_number(name, getattr(self, name), 0)
+        if self.clip_norm is not None:
+            check_number("clip_norm", self.clip_norm, 0, open_low=True)
         if self.dual_clip is not None:
-            above("dual_clip", self.dual_clip, 1)
+            check_number("dual_clip", self.dual_clip, 1, open_low=True)
         check_choice("agg", self.agg, AGGREGATIONS)
         if not isinstance(self.kl, KLPenalty):
             raise TypeError(f"kl must be a KLPenalty, not {self.kl!r}")
@@ -209,13 +191,13 @@ class PPOConfig(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_range("gamma", self.gamma, 0, 1)
-        in_range("lam", self.lam, 0, 1)
-        in_range("value_coef", self.value_coef, 0)
+        check_number("gamma", self.gamma, 0, 1)
+        check_number("lam", self.lam, 0, 1)
+        check_number("value_coef", self.value_coef, 0)
         check_bool("whiten", self.whiten)
         for name in ("value_clip", "critic_lr"):
             if getattr(self, name) is not None:
-                in_range(name, getattr(self, name), 0)
+                check_number(name, getattr(self, name), 0)
 
 
 @suggest_options()
@@ -243,9 +225,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1)
-        in_range("temperature", self.temperature, 0)
+        check_number("temperature", self.temperature, 0)
         check_int("top_k", self.top_k, 0)
-        above("top_p", self.top_p, 0, 1)  # 0 would exclude all tokens
+        check_number("top_p", self.top_p, 0, 1, open_low=True)  # 0 would exclude all tokens
         if self.max_prompt_tokens is not None:
             check_int("max_prompt_tokens", self.max_prompt_tokens, 1)
         if not isinstance(self.stop_ids, Collection):

@@ -11,7 +11,6 @@ process group, so that the remaining workers can name the missing ones.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,19 +21,12 @@ from miniray.checks import check_number
 from miniray.core import session
 from miniray.doctor.findings import named
 from miniray.errors import CapabilityError, MinirayError, WorkerTimeoutError
-from miniray.train.lockstep.failure import describe_loss, find_root_cause
+from miniray.train.lockstep.health.failure import create_restart_event, find_root_cause
 from miniray.train.lockstep.process_group import GroupHost
+from miniray.train.lockstep.ranks import CAUSE_TIMEOUT_S, Answers
 from miniray.train.workers.budget import is_loss
-from miniray.train.workers.group import (
-    NO_WORKERS,
-    ReplacementLostError,
-    WorkerGroup,
-    add_worker_context,
-    end,
-)
-
-_CAUSE_TIMEOUT_S = 5.0  # for the cause to arrive after its first consequence
-_STOP_TIMEOUT_S = 5.0  # for calls of stopped workers to fail
+from miniray.train.workers.errors import ReplacementLostError, add_worker_context
+from miniray.train.workers.group import NO_WORKERS, WorkerGroup, read_unanswered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,42 +262,32 @@ class GradientWorkers(WorkerGroup):
         Returns:
             The results, and the worker that failed first with its error, or None.
         """
-        pending = {submit(worker_id): worker_id for worker_id in worker_ids}
-        results: dict[int, Any] = {}
-        failures: dict[int, Exception] = {}
+        answers = Answers({submit(worker_id): worker_id for worker_id in worker_ids}, get)
+        failures, pending = answers.failures, answers.pending
         limit = None if self.timeout is None else time.monotonic() + self.timeout
         while pending:
             left = None if limit is None else max(0.0, limit - time.monotonic())
-            ready = miniray.wait(list(pending), timeout=left)[0]
-            if not ready:
-                break
-            for ref in ready:
-                worker_id = pending.pop(ref)
-                try:
-                    results[worker_id] = get(ref)
-                except Exception as error:  # user code can raise anything; ``recover`` re-raises it
-                    failures[worker_id] = error
-            if find_root_cause(failures) is not None:
+            if not answers.receive(left) or find_root_cause(failures) is not None:
                 break
             if failures:  # consequences of a lost worker whose exit may not be known yet
-                until = time.monotonic() + _CAUSE_TIMEOUT_S
+                until = time.monotonic() + CAUSE_TIMEOUT_S
                 limit = until if limit is None else min(limit, until)
         self._unanswered += pending
         if not pending and not failures:
-            return results, None
+            return answers.results, None
         cause = find_root_cause(failures)
         if cause is None and pending:
             late = sorted(pending.values())
             text = f"{named(late)} didn't respond"
             text += ", and the others lost it" if failures else f" within {self.timeout:g} s"
             cause = late[0], WorkerTimeoutError(text)
-        return results, cause or next(iter(failures.items()))
+        return answers.results, cause or next(iter(failures.items()))
 
     # -- failure ----------------------------------------------------------------------------------
 
     def replace(self, worker_id: int) -> None:
         """Stop all workers, create new ones and restore the kept state."""
-        self._stop_workers()
+        self.stop()
         self.budget.settle()
         self.start()
         self.gradients.restart(self)
@@ -321,21 +303,11 @@ class GradientWorkers(WorkerGroup):
             error.add_fields(rank=worker_id)
         resumed_at = self.gradients.kept_step
         died_at = epoch + 1 if method == "train_epoch" and epoch is not None else None
-        event: dict[str, Any] = {"event": "ranks_restarted", "epoch": epoch, "reason": str(error)}
-        event |= {"rank": worker_id, "died_at_step": died_at, "resumed_at_step": resumed_at}
-        event |= {"seconds": seconds, "lost_steps": 0 if died_at is None else 1}
-        event["message"] = describe_loss(error, died_at, resumed_at, seconds)
-        self.on_event(event)
-
-    def _stop_workers(self) -> None:
-        for worker in self.handles:
-            end(worker)
-        self.handles.clear()
-        unanswered, self._unanswered = self._unanswered, []
-        for ref in unanswered if miniray.is_initialized() else ():
-            with contextlib.suppress(Exception):  # the engine logs errors that nothing reads
-                miniray.get(ref, timeout=_STOP_TIMEOUT_S)
+        event = create_restart_event(error, epoch, died_at, resumed_at, seconds)
+        self.on_event({"lost_steps": 0, **event})
 
     def stop(self) -> None:
-        """Stop all workers."""
-        self._stop_workers()
+        """Stop all workers, and read the results of unanswered calls."""
+        super().stop()
+        read_unanswered(self._unanswered)
+        self._unanswered.clear()

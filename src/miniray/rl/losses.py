@@ -15,8 +15,8 @@ import math
 import torch
 from torch import Tensor
 
-from miniray.checks import check_choice
-from miniray.rl.config import AGGREGATIONS, KL_KINDS, above, in_range
+from miniray.checks import check_choice, check_number
+from miniray.rl.config import AGGREGATIONS, KL_KINDS
 
 #: Limit of exponents: larger ratios carry no information, and exp(89) overflows in float32.
 _LARGEST_EXPONENT = 20.0
@@ -83,10 +83,10 @@ def policy_loss(
     and ``approx_kl`` (the k1 estimate between the old and the current policy).
     """
     same_shape(logp=logp, old_logp=old_logp, advantages=advantages, mask=mask)
-    in_range("clip_low", clip_low, 0)
-    in_range("clip_high", clip_high, 0)
+    check_number("clip_low", clip_low, 0)
+    check_number("clip_high", clip_high, 0)
     if dual_clip is not None:
-        above("dual_clip", dual_clip, 1)
+        check_number("dual_clip", dual_clip, 1, open_low=True)
     chosen = mask.bool()
     # Mask before exp: otherwise, the gradient of masked tokens could be 0 * inf, which is NaN.
     change = selected(logp, chosen) - selected(old_logp, chosen)
@@ -134,7 +134,7 @@ def value_loss(
     error = (values - returns).square()
     fraction = torch.zeros((), device=values.device)
     if clip is not None:
-        in_range("clip", clip, 0)
+        check_number("clip", clip, 0)
         near = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
         clipped = (near - returns).square()
         fraction = ((clipped > error) & chosen).sum() / chosen.sum().clamp(min=1)

@@ -32,13 +32,13 @@ from miniray.rl.config import (
 from miniray.rl.gradient_group import GradientGroup, GradientWorkers
 from miniray.rl.metrics import pool, record
 from miniray.rl.options import check_trainer_kwargs, get_hints, split_trainer_kwargs
-from miniray.rl.sources import check_rows, has_batches, steps_per_pass
+from miniray.rl.rollouts.sources import check_rows, has_batches, steps_per_pass
 from miniray.tracebacks import hides_frames
 from miniray.train.run.checkpointer import Part
 from miniray.train.run.result import TrainResult
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.group import NO_WORKERS
-from miniray.train.workers.sync import SyncPolicy
+from miniray.train.workers.sync.policy import SyncPolicy
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

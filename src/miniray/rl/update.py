@@ -20,12 +20,12 @@ from torch import Tensor
 from miniray.data.plan.permutation import mix
 from miniray.errors import NonFiniteError
 from miniray.rl import losses
-from miniray.rl.batch import MicroBatch, Rollouts
 from miniray.rl.collective import Collective, sum_gradients
 from miniray.rl.config import Algorithm, PPOConfig
 from miniray.rl.losses import selected
 from miniray.rl.metrics import Metrics
-from miniray.rl.reward import brief
+from miniray.rl.rollouts.batch import MicroBatch, Rollouts
+from miniray.rl.rollouts.reward import brief
 
 
 def mini_batch_of(ids: Tensor, count: int, seed: Sequence[int]) -> Tensor:
@@ -181,7 +181,8 @@ class Updater:
     def _step(self, loss: float, where: str, metrics: Metrics) -> bool:
         """Update the weights. Return False on all workers if the gradient isn't finite."""
         sum_gradients(self._parameters, self.collective, f"gradients of {where}")
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm))
+        limit = math.inf if self.config.clip_norm is None else self.config.clip_norm
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
         if not math.isfinite(norm):  # same on all workers, because their gradients are equal
             if not self._skip:
                 raise self._create_error(loss, where)

@@ -21,16 +21,16 @@ import torch
 
 from miniray import doctor
 from miniray.doctor import recorder
-from miniray.rl.batch import Generated, Rollouts
 from miniray.rl.calls import OWN_RATE, Setup, Worker
 from miniray.rl.collective import Alone, Collective, Together
 from miniray.rl.config import PROMPTS_PER_STEP, PPOConfig, Sampling
-from miniray.rl.experience import add_advantages, drop_bad, look_back
-from miniray.rl.generation import row_seed
 from miniray.rl.metrics import Metrics, Quad
-from miniray.rl.policy import CausalLM, as_policy
-from miniray.rl.reward import Scorer
-from miniray.rl.sources import Row, held_out, make_source
+from miniray.rl.models.generation import row_seed
+from miniray.rl.models.policy import CausalLM, as_policy
+from miniray.rl.rollouts.batch import Generated, Rollouts
+from miniray.rl.rollouts.experience import add_advantages, drop_bad, look_back
+from miniray.rl.rollouts.reward import Scorer
+from miniray.rl.rollouts.sources import Row, held_out, make_source
 from miniray.rl.update import Updater
 from miniray.train.lockstep import process_group as group
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from miniray.train.ddp import DDPTrainer
     from miniray.train.parallel.model import ModelParallelTrainer
     from miniray.train.parallel.pipeline import PipelineParallelTrainer
-    from miniray.train.run.checkpoint_store import CheckpointInfo, CheckpointStore
+    from miniray.train.run.checkpoints.manifest import CheckpointInfo
+    from miniray.train.run.checkpoints.store import CheckpointStore
     from miniray.train.run.directory import RunDirectory
     from miniray.train.run.loggers.base import Logger
     from miniray.train.run.loggers.csv import CSVLogger
@@ -39,8 +40,8 @@ _WHERE = {
     "CSVLogger": ".run.loggers.csv",
     "Callback": ".callbacks",
     "Checkpoint": ".callbacks",
-    "CheckpointInfo": ".run.checkpoint_store",
-    "CheckpointStore": ".run.checkpoint_store",
+    "CheckpointInfo": ".run.checkpoints.manifest",
+    "CheckpointStore": ".run.checkpoints.store",
     "DDPTrainer": ".ddp",
     "DataParallelTrainer": ".data_parallel",
     "EarlyStopping": ".callbacks",

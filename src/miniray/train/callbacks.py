@@ -20,7 +20,8 @@ from miniray.train.run.loggers.base import Logger
 from miniray.train.run.loggers.csv import CSVLogger
 from miniray.train.run.loggers.tensorboard import TensorBoardLogger
 from miniray.train.run.result import better_direction
-from miniray.train.workers.group import WorkerGroup, report_replacement_loss
+from miniray.train.workers.errors import report_replacement_loss
+from miniray.train.workers.group import WorkerGroup
 
 __all__ = ["CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "LRSchedule", "TensorBoard"]
 
@@ -126,10 +127,10 @@ class Checkpoint(Callback):
         self._saved_at = 0.0
 
     def on_train_start(self, trainer: Any, **kwargs: Any) -> None:
-        store = trainer.checkpoints
-        store.configure(
-            keep_last=store.keep_last if self.keep_last is ... else self.keep_last,
-            keep_best=self.keep_best or store.keep_best,
+        before = trainer.checkpoints.retention
+        trainer.checkpoints.configure(
+            keep_last=before.keep_last if self.keep_last is ... else self.keep_last,
+            keep_best=self.keep_best or before.keep_best,
         )
         self._saved_step, self._saved_at = trainer.state.step, time.monotonic()
 

@@ -18,11 +18,11 @@ from miniray.train.torch_worker import trains_steps
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.actor import WorkerActor
 from miniray.train.workers.aggregate import aggregate
-from miniray.train.workers.async_sync import AsyncSync, check_mode
-from miniray.train.workers.data import DataFeed, ShardLoading
+from miniray.train.workers.data.feed import DataFeed, ShardLoading
+from miniray.train.workers.data.shards import TrainData
 from miniray.train.workers.group import REQUIRED_METHODS, WorkerGroup
-from miniray.train.workers.shards import TrainData
-from miniray.train.workers.sync import SyncPolicy
+from miniray.train.workers.sync.asynchronous import AsyncSync, check_mode
+from miniray.train.workers.sync.policy import SyncPolicy
 
 
 class DataParallelTrainer(BaseTrainer):
@@ -37,7 +37,7 @@ class DataParallelTrainer(BaseTrainer):
         initial_sync: Start with the weights of worker 0 on every worker. The average of networks
             with different initial weights is useless.
         mode: ``"async"``: no worker waits for the others at the end of an epoch; see
-            ``miniray.train.workers.async_sync``.
+            ``miniray.train.workers.sync.asynchronous``.
         staleness: With ``mode="async"``, how many syncs a worker may be ahead of the slowest. None:
             no limit.
         data: The training data: a torch ``Dataset`` or ``DataLoader``, a dataset or loader of
@@ -184,7 +184,7 @@ class DataParallelTrainer(BaseTrainer):
         """Combine the workers' weights, wait until all workers have them, and return statistics.
 
         A worker that crashes or hangs is replaced within ``max_failures``, and all workers end with
-        the weights of the server; ``miniray.train.workers.sync_repair`` says which ones.
+        the weights of the server; ``miniray.train.workers.sync.repair`` says which ones.
         """
         return self.sync.sync(epoch)
 

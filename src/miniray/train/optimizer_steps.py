@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from miniray.checks import check_choice, check_int, check_number
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.batches import count_samples
 from miniray.train.workers.group import WorkerGroup
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -110,7 +111,7 @@ class OptimizerSteps:
 
     def weigh_batches(self, window: Sequence[Any]) -> Iterator[WeightedBatch]:
         """Yield the batches of a step."""
-        counts = [parts.length(batch) for batch in window]
+        counts = [count_samples(batch) for batch in window]
         for number, (batch, count) in enumerate(zip(window, counts, strict=True), 1):
             yield WeightedBatch(batch, count / sum(counts), number == len(window))
 

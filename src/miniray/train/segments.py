@@ -21,9 +21,9 @@ from miniray.train.workers.aggregate import aggregate
 if TYPE_CHECKING:
     from miniray.train.run.state import TrainState, TrainTarget
     from miniray.train.steps import StepActions
-    from miniray.train.workers.data import DataFeed
+    from miniray.train.workers.data.feed import DataFeed
     from miniray.train.workers.group import WorkerGroup
-    from miniray.train.workers.sync import SyncPolicy
+    from miniray.train.workers.sync.policy import SyncPolicy
 
 #: Seconds between two pauses if no option asks for one: then a signal can end the run.
 _PAUSE_S = 1.0

@@ -27,6 +27,13 @@ from miniray.train.gpus import find_device
 from miniray.train.optimizer_steps import OptimizerOptions, OptimizerSteps, create_ignored_error
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.batches import count_samples, count_tokens, move_batch
+from miniray.train.workers.data.loaders import (
+    check_not_started,
+    create_eval_loader,
+    load_loader_state,
+    shard_loader,
+)
 from miniray.train.workers.group import filter_kwargs
 
 
@@ -122,8 +129,8 @@ class TorchWorker:
         if own_loop and not hasattr(self, "train_loader"):
             return
         loader = self._part("train_loader")
-        parts.check_not_started(loader, "self.train_loader", num_shards)
-        self.train_loader = parts.shard(loader, shard_id, num_shards)
+        check_not_started(loader, "self.train_loader", num_shards)
+        self.train_loader = shard_loader(loader, shard_id, num_shards)
 
     def train_epoch(self, epoch: int) -> dict[str, Any]:
         """Train on every batch, and return means over the samples and ``num_samples``."""
@@ -152,11 +159,11 @@ class TorchWorker:
             steps.start_step()
             batches = steps.weigh_batches(window)
             for batch_idx, (batch, weight, is_last) in enumerate(batches, first):
-                batch = parts.moved(batch, device)
+                batch = move_batch(batch, device)
                 with steps.autocast():
                     values = parts.as_dict(step(batch, batch_idx), "training_step")
                 steps.train_on(values["loss"], weight, is_last)
-                progress.add(values, parts.length(batch), parts.count_tokens(batch))
+                progress.add(values, count_samples(batch), count_tokens(batch))
         result = progress.means.means()
         if progress.is_complete and not was_complete:
             steps.end_epoch(result.get("loss"))
@@ -168,7 +175,7 @@ class TorchWorker:
 
     def _get_progress(self) -> Any:
         """Return the position in the epoch. ``__init__`` of a subclass may not call this one."""
-        from miniray.train.workers.batches.worker_epoch import WorkerEpoch
+        from miniray.train.workers.data.worker_epoch import WorkerEpoch
 
         return vars(self).setdefault("_progress", WorkerEpoch())
 
@@ -187,9 +194,9 @@ class TorchWorker:
         import torch
 
         if data is None:
-            loader = parts.shard(self._part("val_loader"), shard_id, num_shards)
+            loader = shard_loader(self._part("val_loader"), shard_id, num_shards)
         else:
-            loader = parts.loader_over(data, getattr(self, "train_loader", None))
+            loader = create_eval_loader(data, getattr(self, "train_loader", None))
         model = self._part("model")
         was_training = model.training
         model.eval()
@@ -199,9 +206,9 @@ class TorchWorker:
             # Training continues with the random numbers it had before.
             with torch.no_grad(), parts.keep_random_state(), self._get_steps().autocast():
                 for batch_idx, batch in enumerate(loader):
-                    batch = parts.moved(batch, device)
+                    batch = move_batch(batch, device)
                     values = parts.as_dict(step(batch, batch_idx), "validation_step")
-                    means.add(values, parts.length(batch))
+                    means.add(values, count_samples(batch))
         finally:
             model.train(was_training)
         return means.sums()
@@ -252,7 +259,7 @@ class TorchWorker:
             part.load_state_dict(state["parts"][name])
         if scaler := state.get("scaler"):
             self._get_steps().scaler.load_state_dict(scaler)
-        parts.load_loader_state(getattr(self, "train_loader", None), state["loader"])
+        load_loader_state(getattr(self, "train_loader", None), state["loader"])
         if "epoch" in state:
             self._get_progress().load_state_dict(state["epoch"])
         parts.set_random_state(state["random"])

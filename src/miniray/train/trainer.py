@@ -31,9 +31,9 @@ from miniray.train.callbacks import (
     find_checkpoint_steps,
 )
 from miniray.train.options import IN_WORKER_HINTS, WORKER_HINTS, RunOptions, check_resume, warn
-from miniray.train.run.checkpoint_format import LateState
-from miniray.train.run.checkpoint_store import CheckpointStore
 from miniray.train.run.checkpointer import Checkpointer
+from miniray.train.run.checkpoints.format import LateState
+from miniray.train.run.checkpoints.store import CheckpointStore
 from miniray.train.run.directory import RunDirectory
 from miniray.train.run.loggers.logger_list import LoggerList
 from miniray.train.run.loggers.registry import create_loggers

@@ -12,8 +12,8 @@ from typing import Any
 
 from miniray.checks import check_choice, check_int
 from miniray.core.refs import ActorHandle
+from miniray.train.lockstep.context import RankContext, WorkerTraits
 from miniray.train.lockstep.options import RunFacts
-from miniray.train.lockstep.rank import RankContext, WorkerTraits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ def check_agreement(facts: Sequence[dict[str, Any]], settings: RankSettings) -> 
     numbers of batches differ in a way that can't be trained.
     """
     from miniray.train.ddp.model import check_signatures
-    from miniray.train.workers.batches.plan import create_counted_windows
+    from miniray.train.workers.data.plan import create_counted_windows
 
     check_signatures([fact["models"] for fact in facts])
     kinds = [fact["device"] for fact in facts]

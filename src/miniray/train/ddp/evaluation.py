@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from miniray.train.lockstep.status import EVALUATION
+from miniray.train.lockstep.health.status import EVALUATION
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.batches import count_samples, move_batch
+from miniray.train.workers.data.loaders import create_eval_loader, shard_loader
 
 if TYPE_CHECKING:
     from miniray.train.ddp.replicated import ReplicatedModel
@@ -62,12 +64,12 @@ class ReplicaEvaluation:
     def load(self, data: Any, shard_id: int, num_shards: int) -> Any:
         """Return the batches of ``data``, or of a shard of ``val_loader``."""
         if data is not None:
-            return parts.loader_over(data, getattr(self.user, "train_loader", None))
+            return create_eval_loader(data, getattr(self.user, "train_loader", None))
         loader = getattr(self.user, "val_loader", None)
         if loader is None:
             name = type(self.user).__name__
             raise TypeError(f"{name}.setup() (or __init__) must set self.val_loader")
-        return parts.shard(loader, shard_id, num_shards)
+        return shard_loader(loader, shard_id, num_shards)
 
     def add_batches(self, batches: Iterable[Any], most: int | None) -> dict[str, Any]:
         """Return sums and counts over at most ``most`` batches."""
@@ -75,8 +77,8 @@ class ReplicaEvaluation:
         with torch.no_grad():
             for number, batch in enumerate(itertools.islice(batches, most)):
                 self.context.status.touch()  # a slow loader doesn't hang
-                batch = parts.moved(batch, self.context.device)
-                means.add(self.validate(step, batch, number), parts.length(batch))
+                batch = move_batch(batch, self.context.device)
+                means.add(self.validate(step, batch, number), count_samples(batch))
         return means.sums()
 
     def validate(self, step: Any, batch: Any, number: int) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 from miniray.train.ddp.checks import RankSettings
-from miniray.train.lockstep.loop import MicroBatch
-from miniray.train.lockstep.rank import RankContext, WorkerTraits
-from miniray.train.workers.batches import planned as data
-from miniray.train.workers.batches.epoch_data import EpochData
-from miniray.train.workers.batches.plan import Window
+from miniray.train.lockstep.context import RankContext, WorkerTraits
+from miniray.train.lockstep.replica import MicroBatch
+from miniray.train.workers.data import planned as data
+from miniray.train.workers.data.epoch_data import EpochData, create_epoch_data
+from miniray.train.workers.data.plan import Window
 
 
 def open_loader(
@@ -38,7 +38,7 @@ def open_loader(
     def touch() -> None:
         context.status.touch()  # of the current call
 
-    return EpochData(
+    return create_epoch_data(
         user.train_loader,
         context.rank,
         context.world_size,

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from miniray.train.ddp import checks
 from miniray.train.lockstep.group import LockstepGroup
 from miniray.train.lockstep.parallelism import RunSettings
-from miniray.train.lockstep.snapshot import Keep
+from miniray.train.lockstep.snapshots.state import Keep
 from miniray.train.run.result import TrainResult
 from miniray.train.run.tensors.shards import merge_shards
 from miniray.train.workers.aggregate import aggregate
+from miniray.train.workers.data.shards import DataRef
 from miniray.train.workers.evaluate import combine, cut
-from miniray.train.workers.shards import DataRef
 
 if TYPE_CHECKING:
-    from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.lockstep.replica import EpochReport
 
 
 class DataParallelism:

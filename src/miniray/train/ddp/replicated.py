@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,31 +12,27 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 from miniray.doctor import sites
-from miniray.ps import to_host
 from miniray.train.ddp import loaders
 from miniray.train.ddp import model as models
 from miniray.train.ddp.checks import RankSettings, create_parts_error, read_output
 from miniray.train.ddp.evaluation import ReplicaEvaluation
+from miniray.train.ddp.state import ReplicatedState
+from miniray.train.ddp.uneven import StepCounts
 from miniray.train.ddp.user_loop import UserLoop
-from miniray.train.lockstep.loop import (
-    MicroBatch,
-    StepLoop,
-    StepOutput,
-    check_scheduler,
-)
+from miniray.train.lockstep.context import RankContext, WorkerTraits, defines
+from miniray.train.lockstep.loop import StepLoop, check_scheduler
 from miniray.train.lockstep.mesh import (
-    compute_checksums,
     gather_full,
-    load_tensors,
     share_buffers,
 )
-from miniray.train.lockstep.rank import RankContext, WorkerTraits, defines
+from miniray.train.lockstep.replica import MicroBatch, StepOutput
 from miniray.train.lockstep.schedule import Agreement
 from miniray.train.optimizer_steps import create_autocast
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.torch_worker import TorchWorker
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.batches.epoch_data import EpochData
+from miniray.train.workers.data.batches import count_samples, count_tokens, move_batch
+from miniray.train.workers.data.epoch_data import EpochData
 
 
 class ReplicatedModel:
@@ -57,12 +53,12 @@ class ReplicatedModel:
         self._synced: dict[str, Any] = {}  # as ``modules``, with averaged gradients
         self.epoch_data: EpochData | None = None  # with ``training_step``
         self._forwards: dict[str, int] = {}  # before the current step
-        self._step_counts: dict[str, int] = {}  # by optimizer
         self._grad_norm: Any = None  # of the last step, if it is logged or clipped
-        self._evaluation = self._create_evaluation()
+        self.step_counts = StepCounts(self)
+        self.state, self._evaluation = self._create_parts()
 
-    def _create_evaluation(self) -> ReplicaEvaluation:
-        return ReplicaEvaluation(self)
+    def _create_parts(self) -> tuple[ReplicatedState, ReplicaEvaluation]:
+        return ReplicatedState(self), ReplicaEvaluation(self)
 
     @property
     def checks_losses(self) -> bool:
@@ -131,9 +127,7 @@ class ReplicatedModel:
         """Wrap the models. ``agreed`` is the number of batches per rank if ranks agree on it."""
         optimizers = parts.stateful(self.user, optimizers_only=True)
         self._synced = self._wrap_models(optimizers.values())
-        for name, optimizer in optimizers.items():
-            self._step_counts[name] = 0
-            optimizer.register_step_post_hook(self._create_counter(name))
+        self.step_counts.observe(optimizers)
         if self.epoch_data is None:
             return None
         if agreed is not None:
@@ -155,12 +149,6 @@ class ReplicatedModel:
         }
         vars(self.user).update(wrapped)
         return wrapped
-
-    def _create_counter(self, name: str) -> Any:
-        def count(*_: Any) -> None:
-            self._step_counts[name] += 1
-
-        return count
 
     def configure_scheduler(self, total_steps: int | None) -> None:
         """Use the result of the worker's ``configure_scheduler``; it is stepped after each step."""
@@ -195,7 +183,7 @@ class ReplicatedModel:
             return
         with Join([*self._synced.values()], divide_by_initial_world_size=False):
             yield
-        self.catch_up()
+        self.step_counts.catch_up()
 
     def zero_grad(self) -> None:
         self._forwards = {name: model.forwards for name, model in self._synced.items()}
@@ -209,7 +197,7 @@ class ReplicatedModel:
         return stack
 
     def forward(self, batch: Any, number: int) -> StepOutput:
-        batch = parts.moved(batch, self.context.device)
+        batch = move_batch(batch, self.context.device)
         self.context.status.set_phase("forward")
         before = [model.forwards for model in self._synced.values()]
         with self.autocast():
@@ -218,7 +206,7 @@ class ReplicatedModel:
         metrics = {**self.context.log.take(), **metrics}
         if before == [model.forwards for model in self._synced.values()]:
             raise create_parts_error("training_step()", next(iter(self._synced)))
-        return StepOutput(loss, metrics, parts.length(batch), parts.count_tokens(batch))
+        return StepOutput(loss, metrics, count_samples(batch), count_tokens(batch))
 
     def backward(self, loss: Any, weight: float) -> None:
         self.context.status.set_phase("backward")
@@ -303,167 +291,17 @@ class ReplicatedModel:
         """Return a context in which the model computes with ``precision``."""
         return create_autocast(self.settings.precision, self.context.device.type)
 
-    def catch_up(self) -> None:
-        """Give ranks that ran out of data the optimizers of the rank with the most steps.
-
-        ``Join`` gives them its model only: their next steps would differ, and the models with them.
-        """
-        self.context.status.set_phase("end of the epoch")
-        steps = sum(self._step_counts.values())
-        counts: list[Any] = [None] * self.context.world_size
-        dist.all_gather_object(counts, steps)
-        most = max(counts)
-        if min(counts) == most:
-            return
-        source = counts.index(most)
-        box = [self.get_shared() if self.context.rank == source else None]
-        dist.broadcast_object_list(box, src=source)
-        if steps != most:
-            self.load_shared(box[0])
-        self._step_counts = dict.fromkeys(self._step_counts, 0)
-
-    def count_steps(self) -> int:
-        """Return the steps of the optimizer that has made most, since ranks were last equal."""
-        return max(self._step_counts.values(), default=0)
-
-    # -- state ------------------------------------------------------------------------------------
-
-    def get_weights(self) -> dict[str, Any]:
-        """Return the model's ``state_dict``; of several, with the models' names before each key."""
-        weights: dict[str, Any] = to_host(self._whole_model().state_dict())
-        return weights
-
-    def write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles | None:
-        """Write the model on rank 0; see ``write_model``."""
-        if self.context.rank:
-            return None
-        return write_model(self.user, self.modules.get("model"), directory, send_files)
-
-    def set_weights(self, weights: Any) -> None:
-        self._whole_model().load_state_dict(weights)
-
-    def gather_weights(self) -> dict[str, Any] | None:
-        return None if self.context.rank else self.get_weights()
-
-    def gather_shared(self) -> dict[str, Any] | None:
-        return None if self.context.rank else self.get_shared()
-
-    def get_checksums(self) -> dict[str, int]:
-        ignored = {
-            f"{name}.{key}"
-            for name, module in self.modules.items()
-            for key in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        }
-        parameters = self._iter_named_parameters()
-        return compute_checksums((k, p) for k, p in parameters if k not in ignored)
-
-    def _whole_model(self) -> Any:
-        model = self.modules.get("model") if len(self.modules) == 1 else None
-        return model or torch.nn.ModuleDict(self.modules)
-
-    def get_shared(self) -> dict[str, Any]:
-        """Return the state that is equal on all ranks.
-
-        It is the same whether the model is sharded or not: tensors are saved whole.
-        """
-        owned = parts.stateful(self.user)
-        return {
-            "parts": {name: self.get_part_state(part) for name, part in owned.items()},
-            "buffers": {key: buffer.detach().cpu() for key, buffer in self._iter_buffers()},
-            **self._get_progress(),
-        }
-
-    def _get_progress(self) -> dict[str, Any]:
-        found = self.epoch_data
-        planned = None if found is None else found.planned
-        return {
-            "scaler": self.scaler.state_dict(),
-            "position": self.context.state.state_dict(),
-            "order": None if planned is None else planned.seed,
-            "data": None if found is None else found.get_position(self.context.state),
-        }
-
-    def load_shared(self, shared: Any) -> None:
-        """Restore ``get_shared``. Raise ``ValueError`` if the worker has different parts."""
-        owned = parts.stateful(self.user)
-        if set(owned) != set(shared["parts"]):
-            raise ValueError(
-                f"the state has {sorted(shared['parts'])}, this {type(self.user).__name__} has "
-                f"{sorted(owned)}"
-            )
-        for name, part in owned.items():
-            self.load_part_state(part, shared["parts"][name])
-        for key, buffer in self._iter_buffers():
-            if key in shared["buffers"]:
-                buffer.copy_(shared["buffers"][key])
-        self._load_progress(shared)
-
-    def _load_progress(self, shared: Any) -> None:
-        if shared["scaler"]:
-            self.scaler.load_state_dict(shared["scaler"])
-        self.context.state.load_state_dict(shared.get("position", {}))
-        if self.epoch_data is not None:
-            if self.epoch_data.planned is not None and shared["order"] is not None:
-                self.epoch_data.planned.seed = shared["order"]
-            self.epoch_data.load_position(shared.get("data"), self.context.state)
-
     @property
     def has_position(self) -> bool:
         if self.epoch_data is None or self.epoch_data.windows is None:
             return False
         return self.epoch_data.has_position or hasattr(self.user.train_loader, "state_dict")
 
-    def get_local_state(self, take: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """Return weights and optimizers, and this rank's buffers.
-
-        Inside an epoch, running statistics are those of each rank's own batches.
-        """
-        owned, model = parts.stateful(self.user), self._whole_model()
-        weights = model.state_dict()
-        names = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-        mine = {name: weights.pop(name) for name in names if name in weights}
-        shared = {
-            "weights": dict(weights),
-            "parts": {name: self.get_part_state(part) for name, part in owned.items()},
-            **self._get_progress(),
-        }
-        return shared, {"weights": mine, "buffers": dict(self._iter_buffers())}
-
-    def load_local_state(self, shared: Any, own: Any) -> None:
-        self._whole_model().load_state_dict({**shared["weights"], **own["weights"]})
-        load_tensors(self._iter_buffers(), own["buffers"])
-        for name, part in parts.stateful(self.user).items():
-            self.load_part_state(part, shared["parts"][name])
-        self._load_progress(shared)
-
-    def _iter_named_parameters(self) -> Iterator[tuple[str, Any]]:
-        for name, module in self.modules.items():
-            for key, parameter in module.named_parameters():
-                yield f"{name}.{key}", parameter
-
-    def _iter_buffers(self) -> Iterator[tuple[str, Any]]:
-        for name, module in self.modules.items():
-            for key, buffer in module.named_buffers():
-                yield f"{name}.{key}", buffer
-
-    def get_part_state(self, part: Any) -> dict[str, Any]:
-        """Return the state of an optimizer or a scheduler."""
-        state: dict[str, Any] = part.state_dict()
-        return state
-
-    def load_part_state(self, part: Any, state: Mapping[str, Any]) -> None:
-        part.load_state_dict(state)
-
-    def get_data_state(self) -> dict[str, Any]:
-        if self.epoch_data is not None:
-            return self.epoch_data.get_own_state(self.context.state)
-        return {"loader": parts.loader_state(getattr(self.user, "train_loader", None))}
-
-    def load_data_state(self, state: Mapping[str, Any]) -> None:
-        if self.epoch_data is not None:
-            self.epoch_data.load_own_state(state)
-        else:
-            parts.load_loader_state(getattr(self.user, "train_loader", None), state["loader"])
+    def write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles | None:
+        """Write the model on rank 0; see ``write_model``."""
+        if self.context.rank:
+            return None
+        return write_model(self.user, self.modules.get("model"), directory, send_files)
 
     def set_lr(self, lr: float) -> None:
         TorchWorker.set_lr(self.user, lr)

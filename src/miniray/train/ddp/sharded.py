@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,19 +19,15 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from miniray.train.ddp.evaluation import ReplicaEvaluation
 from miniray.train.ddp.replicated import ReplicatedModel
+from miniray.train.ddp.state import ReplicatedState, ShardedState
+from miniray.train.lockstep.context import WorkerTraits
 from miniray.train.lockstep.mesh import (
-    gather_full,
-    gather_optimizer_values,
-    get_local_optimizer,
-    load_local_optimizer,
-    load_tensors,
-    load_weights,
     make_mesh,
     shard_optimizer_values,
 )
-from miniray.train.lockstep.rank import WorkerTraits
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.batches import count_samples, move_batch
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -54,79 +50,17 @@ class ShardedReplica(ReplicatedModel):
         model = _shard(self.user.model, context.device, context.world_size, optimizers)
         return {"model": model}
 
-    def _create_evaluation(self) -> ReplicaEvaluation:
-        return ShardedEvaluation(self)
-
-    def use_synced_models(self) -> None:
-        """Do nothing: the worker has the model itself."""
-
-    # -- state: whole on rank 0 and nothing on other ranks. Collectives. ---------------------------
-
-    def get_weights(self) -> dict[str, Any]:
-        found = {}
-        for name, value in self.user.model.state_dict().items():
-            full = gather_full(value)  # one at a time: a rank that does not keep them never has two
-            if not self.context.rank:
-                found[name] = full
-        return found
+    def _create_parts(self) -> tuple[ReplicatedState, ReplicaEvaluation]:
+        return ShardedState(self), ShardedEvaluation(self)
 
     def write_pretrained(self, directory: str | None, send_files: bool) -> SavedFiles | None:
-        weights = None if directory is None else self.get_weights()
+        weights = None if directory is None else self.state.get_weights()
         if self.context.rank:
             return None
         return write_model(self.user, self.user.model, directory, send_files, weights)
 
-    def set_weights(self, weights: Any) -> None:
-        """Load this rank's part of ``weights``. Raise ``ValueError`` if names or shapes differ."""
-        targets = self.user.model.state_dict()
-        extra = [name for name in weights if name not in targets]
-        if extra:
-            raise ValueError(f"the weights do not fit the model, which has no {extra[0]}")
-        load_weights(targets, weights)
-
-    def gather_weights(self) -> dict[str, Any] | None:
-        weights = self.get_weights()
-        return None if self.context.rank else weights
-
-    def gather_shared(self) -> dict[str, Any] | None:
-        shared = self.get_shared()
-        return None if self.context.rank else shared
-
-    def get_local_state(self, take: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """Return the position, and this rank's shards of parameters and optimizers."""
-        own = {
-            "weights": {k: take(v) for k, v in self.user.model.state_dict().items()},
-            "buffers": dict(self._iter_buffers()),
-            "parts": {k: _get_local(part, take) for k, part in parts.stateful(self.user).items()},
-        }
-        return self._get_progress(), own
-
-    def load_local_state(self, shared: Any, own: Any) -> None:
-        load_tensors(self.user.model.state_dict().items(), own["weights"])
-        load_tensors(self._iter_buffers(), own["buffers"])
-        for name, part in parts.stateful(self.user).items():
-            _load_local(part, own["parts"][name])
-        self._load_progress(shared)
-
-    def get_part_state(self, part: Any) -> dict[str, Any]:
-        saved = super().get_part_state(part)
-        numbers = saved.get("state")
-        if not isinstance(numbers, Mapping):
-            return saved  # a scheduler's
-        return {
-            **saved,
-            "state": {index: gather_optimizer_values(v) for index, v in numbers.items()},
-        }
-
-    def load_part_state(self, part: Any, state: Mapping[str, Any]) -> None:
-        """Restore a scheduler, or an optimizer, whose tensors are sharded as their parameters."""
-        if isinstance(part, torch.optim.Optimizer):
-            parameters = [p for group in part.param_groups for p in group["params"]]
-            numbers = {
-                i: shard_optimizer_values(parameters[int(i)], v) for i, v in state["state"].items()
-            }
-            state = {**state, "state": numbers}
-        super().load_part_state(part, state)
+    def use_synced_models(self) -> None:
+        """Do nothing: the worker has the model itself."""
 
 
 class ShardedEvaluation(ReplicaEvaluation):
@@ -159,28 +93,13 @@ class ShardedEvaluation(ReplicaEvaluation):
             for number, found in zip(range(int(count)), found_here, strict=False):
                 self.context.status.touch()  # a slow loader doesn't hang
                 if found is not None:
-                    batch = parts.moved(found, device)
+                    batch = move_batch(found, device)
                 elif batch is None:
-                    batch = parts.moved(_load_any_batch(self.user), device)
+                    batch = move_batch(_load_any_batch(self.user), device)
                 values = self.validate(step, batch, number)
                 if found is not None:
-                    means.add(values, parts.length(batch))
+                    means.add(values, count_samples(batch))
         return means.sums()
-
-
-def _get_local(part: Any, take: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the state of a scheduler, or this rank's part of an optimizer's state."""
-    if isinstance(part, torch.optim.Optimizer):
-        return get_local_optimizer(part, take)
-    state: dict[str, Any] = part.state_dict()
-    return state
-
-
-def _load_local(part: Any, saved: Mapping[str, Any]) -> None:
-    if isinstance(part, torch.optim.Optimizer):
-        load_local_optimizer(part, saved)
-    else:
-        part.load_state_dict(saved)
 
 
 def _check_worker(worker: Any, traits: WorkerTraits) -> None:

@@ -15,7 +15,7 @@ from miniray.train.ddp.checks import RankSettings, check_min_workers
 from miniray.train.ddp.parallelism import DataParallelism
 from miniray.train.lockstep.trainer import LockstepTrainer
 from miniray.train.options import DATA_HINTS
-from miniray.train.workers.shards import DataRef, TrainData
+from miniray.train.workers.data.shards import DataRef, TrainData
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,7 +54,8 @@ class DDPTrainer(LockstepTrainer):
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (with a gradient scaler).
         clip_norm: Maximum norm of the gradients of all parameters together.
         compile: ``torch.compile`` the model: True, the name of a backend, or a dict of options.
-        on_nonfinite: ``"error"``: a loss that is NaN or infinite ends the run; or ``"ignore"``.
+        on_nonfinite: If a loss is NaN or infinite, raise (``"error"``) or train with it
+            (``"ignore"``).
         on_divergence: ``"error"``: with every checkpoint, ranks compare checksums of their weights,
             and ``WeightsDivergedError`` ends the run if they differ; or ``"warn"``, which only
             leaves out that checkpoint. With ``shard="full"`` there is nothing to compare.

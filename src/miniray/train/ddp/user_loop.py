@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.algorithms.join import Join
 
 from miniray.train.ddp.checks import create_parts_error
-from miniray.train.lockstep.loop import EpochReport
-from miniray.train.workers.batches import planned as data
+from miniray.train.lockstep.replica import EpochReport
+from miniray.train.workers.data import planned as data
 
 if TYPE_CHECKING:
     from miniray.train.ddp.replicated import ReplicatedModel
@@ -28,19 +28,19 @@ class UserLoop:
         context.status.set_phase("train_epoch")
         names = list(replica.modules)
         is_joined = replica.settings.uneven == "join" and context.world_size > 1 and len(names) == 1
-        before = replica.count_steps()
+        before = replica.step_counts.get_most()
         synced = [getattr(user, name) for name in names]
         if replica.traits.gets_loader:
             data.set_epoch(user.train_loader, epoch)
         with Join(synced, enable=is_joined, divide_by_initial_world_size=False):
             result = user.train_epoch(epoch)
-        steps = replica.count_steps()
+        steps = replica.step_counts.get_most()
         for name in names:
             if not getattr(user, name).forwards and steps:
                 raise create_parts_error("train_epoch()", name)
         context.count_step(steps=max(0, steps - before))
         if is_joined:
-            replica.catch_up()
+            replica.step_counts.catch_up()
         context.status.set_phase("end of the epoch")
         context.barrier("epoch-end")
         replica.end_epoch()

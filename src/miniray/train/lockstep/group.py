@@ -1,44 +1,24 @@
-"""``LockstepGroup``: starts the ranks, calls all of them at once, and restarts them after a loss.
+"""``LockstepGroup``: starts the ranks, and restarts all of them after a loss.
 
 Ranks aren't replaced one by one, because after an error the others are stuck in a collective. The
-first failure stops all ranks. The error that is raised is that of the root cause, which may arrive
-a few seconds later.
+first failure stops all ranks; ``RunningRanks`` finds its root cause.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import miniray
-from miniray.core import session
-from miniray.doctor.findings import named
-from miniray.errors import ActorDiedError, MinirayError, TaskError, WorkerTimeoutError
-from miniray.train.lockstep.failure import (
-    add_rank_context,
-    create_group_error,
-    describe_loss,
-    find_root_cause,
-)
-from miniray.train.lockstep.monitor import HeartbeatMonitor, Verdict
-from miniray.train.lockstep.options import choose_backend
-from miniray.train.lockstep.process_group import GroupHost
+from miniray.errors import ActorDiedError, WorkerTimeoutError
+from miniray.train.lockstep.health.failure import create_restart_event
+from miniray.train.lockstep.ranks import RunningRanks
 from miniray.train.lockstep.schedule import Action
-from miniray.train.lockstep.snapshot import (
-    CheckpointMemory,
-    Keep,
-    RankSnapshots,
-    StepSnapshots,
-)
-from miniray.train.lockstep.status import LogReader
-from miniray.train.run.progress import StepBar
+from miniray.train.lockstep.snapshots.memory import CheckpointMemory, StepSnapshots
+from miniray.train.lockstep.snapshots.state import Keep, RankSnapshots
 from miniray.train.run.step_log import LogWindow
 from miniray.train.workers.budget import (
     Decision,
@@ -47,57 +27,9 @@ from miniray.train.workers.budget import (
     WorldSize,
     is_loss,
 )
-from miniray.train.workers.group import (
-    add_error_context,
-    check_worker,
-    end,
-    filter_kwargs,
-    get_method_spec,
-)
+from miniray.train.workers.group import check_worker, get_method_spec
 
 T = TypeVar("T")
-
-#: The method that trains an epoch: its errors have a step.
-TRAIN_EPOCH = "run_rank_epoch"
-
-_POLL_INTERVAL_S = 0.5  # between two checks of the ranks' heartbeats
-_STOP_TIMEOUT_S = 5.0  # for calls of stopped ranks to fail, and for ranks to leave
-_CAUSE_TIMEOUT_S = 5.0  # for the cause to arrive after its first consequence
-
-
-def no_arguments(rank: int) -> tuple[Any, ...]:
-    """Return no arguments for the call of a rank."""
-    del rank
-    return ()
-
-
-def no_kwargs(rank: int) -> Mapping[str, Any]:
-    """Return no keyword arguments for the call of a rank."""
-    del rank
-    return {}
-
-
-@dataclasses.dataclass
-class _Answers:
-    """The state of a call of several ranks."""
-
-    pending: dict[Any, int]  # ranks by ref
-    results: dict[int, Any] = dataclasses.field(default_factory=dict)
-    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
-    verdict: Verdict | None = None
-
-    def receive(self, timeout: float) -> bool:
-        """Wait for a result or a failure; return whether there was one."""
-        ready = miniray.wait(list(self.pending), timeout=timeout)[0]
-        for ref in ready:
-            rank = self.pending.pop(ref)
-            try:
-                self.results[rank] = miniray.get(ref)
-            except (
-                Exception
-            ) as error:  # user code raises anything; it is raised again by the caller
-                self.failures[rank] = error
-        return bool(ready)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -157,19 +89,31 @@ class LockstepGroup:
     world: WorldSize = dataclasses.field(default_factory=WorldSize)
     get_epochs: Callable[[], int | None] = lambda: None
     keep_initial: Keep = Keep.ALL
-    handles: list[Any] = dataclasses.field(default_factory=list)
-    #: Optimizer steps of each epoch; None if they aren't known or differ.
-    steps_per_epoch: int | None = None
-    #: Whether the ranks know the steps of an epoch when they start it.
-    knows_steps: bool = False
-    _logs: LogReader | None = None
+    _ranks: RunningRanks = dataclasses.field(init=False)
     _unread_logs: list[LogWindow] = dataclasses.field(default_factory=list)
-    _host: GroupHost | None = None
-    _monitor: HeartbeatMonitor | None = None
-    _is_broken: bool = False
     _is_restarting: bool = False
     _last_count: int = 0  # of ranks that trained
-    _unanswered: list[Any] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ranks = RunningRanks(
+            hang_timeout=self.hang_timeout,
+            call_timeout=self.call_timeout,
+            run_dir=self.run_dir,
+            shows_progress=self.shows_progress,
+            describe_part=self.describe_part,
+            on_poll=self.on_poll,
+            get_epochs=self.get_epochs,
+        )
+
+    @property
+    def handles(self) -> list[Any]:
+        """The actors by rank; none before ``start`` and after ``stop``."""
+        return self._ranks.handles
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether the ranks know the steps of an epoch when they start it."""
+        return self._ranks.knows_steps
 
     # -- start and stop ---------------------------------------------------------------------------
 
@@ -186,23 +130,10 @@ class LockstepGroup:
         self.run(self._join, keep=self.keep_initial)
 
     def _join(self) -> None:
-        if self._host is not None:  # by a restart
+        if self._ranks.has_joined:  # by a restart
             return
         facts, agreed = self.prepare(self)
-        machines = {fact["host"] for fact in facts}
-        self._host = GroupHost(
-            self.count,
-            backend=choose_backend(self.backend, facts),
-            name=self.name,
-            timeout=self.timeout,
-            other_machines=len(machines) > 1 or session.engine().capabilities.multi_node,
-        )
-        self._monitor = HeartbeatMonitor(self._host, self.hang_timeout, self.run_dir)
-        self._logs = LogReader(self._host.store, self._host.spec)
-        arguments = (self._host.spec, agreed, len(machines) == 1)
-        self.steps_per_epoch = self.call_ranks("join_group", lambda _: arguments)[0]
-        self.knows_steps = self.call_ranks("count_epoch_steps")[0] is not None
-        self._is_broken = False
+        self._ranks.join(facts, agreed, name=self.name, backend=self.backend, timeout=self.timeout)
 
     def _restart(self, lost: Exception, epoch: int | None, epoch_start: int | None) -> None:
         """Stop all ranks and start them with the newest snapshot, or else the initial state."""
@@ -218,7 +149,10 @@ class LockstepGroup:
             self._start_from_snapshot(self.world.shrink(self.count, rank, self.snapshots.step))
         finally:
             self._is_restarting = False
-        self._report_restart(lost, epoch, epoch_start, time.monotonic() - start)
+        seconds, resumed_at = time.monotonic() - start, self.snapshots.step
+        step: int | None = getattr(lost, "step", None)
+        died_at = None if epoch_start is None or step is None else epoch_start + step
+        self.on_event(create_restart_event(lost, epoch, died_at, resumed_at, seconds))
         self._report_resize()
 
     def _start_from_snapshot(self, count: int) -> None:
@@ -232,10 +166,8 @@ class LockstepGroup:
             self.call_ranks(*self.snapshots.create_call())
         if self.budget.is_spent:
             self.step_snapshots.close()
-        elif buffers := self.step_snapshots.buffers:
-            is_resized = len(buffers) != count  # each rank has a part of the state
-            if not is_resized or self.step_snapshots.reserve(self.call_ranks("measure_snapshot")):
-                self._open_buffers(measure=False)
+        else:
+            self.step_snapshots.reopen(self._ranks)
         windows, self._unread_logs = self._unread_logs, []
         self.on_restored(self.snapshots.step, windows)
         for rank in range(count):
@@ -268,22 +200,6 @@ class LockstepGroup:
         if before != self.count:
             self.on_resized(before)
 
-    def _report_restart(
-        self, lost: Exception, epoch: int | None, epoch_start: int | None, seconds: float
-    ) -> None:
-        """Record the loss, and how long training was interrupted."""
-        died_at, resumed_at = None, self.snapshots.step
-        step_in_epoch: int | None = getattr(lost, "step", None)
-        if epoch_start is not None and step_in_epoch is not None:
-            died_at = epoch_start + step_in_epoch
-        event: dict[str, Any] = {"event": "ranks_restarted", "epoch": epoch, "reason": str(lost)}
-        event |= {"rank": getattr(lost, "rank", None), "died_at_step": died_at}
-        event |= {"resumed_at_step": resumed_at, "seconds": seconds}
-        if died_at is not None and resumed_at is not None:
-            event["lost_steps"] = max(0, died_at - resumed_at)
-        event["message"] = describe_loss(lost, died_at, resumed_at, seconds)
-        self.on_event(event)
-
     # -- snapshots inside an epoch ----------------------------------------------------------------
 
     def open_snapshots(self, step_seconds: float) -> None:
@@ -292,30 +208,11 @@ class LockstepGroup:
         Args:
             step_seconds: Duration of the first step.
         """
-        if self.step_snapshots.reserve(self.call_ranks("measure_snapshot")):
-            self.step_snapshots.start(self._open_buffers(measure=True), step_seconds)
-
-    def _open_buffers(self, *, measure: bool) -> float:
-        """Give each rank its buffer; return how long a snapshot takes if it is measured."""
-        buffers, num_slots = self.step_snapshots.buffers, self.step_snapshots.num_slots
-        seconds = self.call_ranks(
-            "open_snapshots", lambda rank: (buffers[rank], num_slots, measure)
-        )
-        return float(max(seconds))
+        self.step_snapshots.open(self._ranks, step_seconds)
 
     def keep_state(self, memory: CheckpointMemory) -> bool:
         """Let the ranks copy their state to ``memory``; return False if there isn't enough."""
-        for _ in range(2):
-            is_reserved = memory.is_reserved(self.count)
-            if not is_reserved:
-                if not memory.reserve(self.call_ranks("measure_state")):
-                    return False
-                self.on_event({"event": "checkpoint_memory_reserved", "bytes": memory.nbytes})
-            assigned = partial(memory.get_arguments, self.handles)
-            if all(self.call_ranks("keep_state", assigned)):
-                return True
-            memory.close()  # the state has grown
-        return False
+        return memory.keep_state(self._ranks, self.on_event)
 
     def save_shards(self, directory: Path) -> list[Any]:
         """Let the ranks write their parts of a checkpoint; return what ``save_shards`` returns."""
@@ -324,36 +221,16 @@ class LockstepGroup:
         return self.call_ranks("save_shards", lambda _: (directory.resolve(),))
 
     def leave(self) -> None:
-        """Let the ranks leave the process group, if they can. In this process they always can."""
-        if not miniray.is_initialized():
-            return
-        if self._is_broken and session.engine().capabilities.processes:
-            return
-        leaving = [worker.leave_group.remote() for worker in self.handles]
-        with contextlib.suppress(MinirayError):  # they are stopped in a moment in any case
-            miniray.get(leaving, timeout=_STOP_TIMEOUT_S)
+        """Let the ranks leave the process group, if they can."""
+        self._ranks.leave()
 
     def stop(self) -> None:
-        """Stop all ranks and the store, and read the results of unanswered calls.
-
-        The engine would log the errors of calls whose results are dropped unread.
-        """
-        for worker in self.handles:
-            end(worker)
-        self.handles.clear()
-        self._monitor = None
-        unanswered, self._unanswered = self._unanswered, []
-        for ref in unanswered if miniray.is_initialized() else ():
-            with contextlib.suppress(Exception):
-                miniray.get(ref, timeout=_STOP_TIMEOUT_S)
-        self._unread_logs += self.read_logs()
-        self.close()
+        """Stop all ranks and the store of the process group."""
+        self._unread_logs += self._ranks.stop()
 
     def close(self) -> None:
         """Close the store of the process group, after the ranks have exited."""
-        host, self._host, self._logs = self._host, None, None
-        if host is not None:
-            host.close()
+        self._ranks.close()
 
     # -- recovery ---------------------------------------------------------------------------------
 
@@ -402,7 +279,7 @@ class LockstepGroup:
     def call(
         self,
         method: str,
-        arguments: Callable[[int], tuple[Any, ...]] = no_arguments,
+        arguments: Callable[[int], tuple[Any, ...]] = lambda rank: (),
         kwargs: Mapping[str, Any] | None = None,
         epoch: int | None = None,
         *,
@@ -437,128 +314,19 @@ class LockstepGroup:
     def has(self, method: str) -> bool:
         return get_method_spec(self.handles[0], method) is not None
 
-    def call_ranks(
-        self,
-        method: str,
-        arguments: Callable[[int], tuple[Any, ...]] = no_arguments,
-        kwargs: Callable[[int], Mapping[str, Any]] = no_kwargs,
-        epoch: int | None = None,
-        *,
-        ranks: Iterable[int] | None = None,
-        reports_progress: bool = False,
-    ) -> list[Any]:
-        """Call a method of ranks at once, without recovery; return the results in their order.
-
-        Args:
-            method: Name of the method.
-            arguments: Returns the positional arguments for a rank.
-            kwargs: Returns the keyword arguments for a rank, which gets those that its method
-                accepts.
-            epoch: For errors.
-            ranks: Which ranks; all by default.
-            reports_progress: The ranks report progress in this call, so one that hangs is found.
-
-        Raises:
-            ActorDiedError, WorkerTimeoutError: A rank was lost. The error has ``rank``, ``epoch``
-                and, in an epoch, ``step``.
-        """
-        pending = {}
-        for rank in range(self.count) if ranks is None else ranks:
-            worker = self.handles[rank]
-            spec = get_method_spec(worker, method)
-            given = filter_kwargs(spec.signature if spec else None, kwargs(rank))
-            pending[getattr(worker, method).remote(*arguments(rank), **given)] = rank
-        called, answers = list(pending.values()), _Answers(pending)
-        try:
-            self._await(answers, method, epoch, reports_progress)
-            if answers.failures or answers.verdict is not None:
-                raise self._create_error(answers, method, epoch, reports_progress)
-        except BaseException:
-            self._is_broken = True
-            self._unanswered += answers.pending
-            raise
-        return [answers.results[rank] for rank in called]
-
-    def _await(
-        self, answers: _Answers, method: str, epoch: int | None, reports_progress: bool
-    ) -> None:
-        """Wait until all ranks have answered, or until it is known that some won't."""
-        monitor, pending, notice_s = self._monitor, answers.pending, self.hang_timeout
-        shows_bar = reports_progress and self.shows_progress
-        bar = StepBar(epoch or 0, self.steps_per_epoch, shows_bar, self.get_epochs())
-        start = answered = time.monotonic()
-        give_up: float | None = None
-        with contextlib.closing(bar):
-            while pending and answers.verdict is None:
-                has_answer = answers.receive(_POLL_INTERVAL_S)
-                now = time.monotonic()
-                answered = now if has_answer else answered
-                if answers.failures:
-                    give_up = give_up or now + _CAUSE_TIMEOUT_S
-                    if find_root_cause(answers.failures) is not None or now > give_up:
-                        return
-                elif not pending:
-                    return
-                elif self.call_timeout is not None and now > start + self.call_timeout:
-                    late = sorted(pending.values())
-                    text = f"{named(late)} gave no result in {self.call_timeout:g} s"
-                    answers.verdict = Verdict(late, text)
-                elif monitor is not None and reports_progress:
-                    bar.update(monitor.read())
-                    self.on_poll(self.read_logs())
-                    answers.verdict = monitor.find_hung(pending.values(), answered)
-                elif monitor is not None and (verdict := monitor.find_stopped(pending.values())):
-                    answers.verdict = verdict
-                elif now > start + notice_s:
-                    self._print_waiting(method, pending.values(), now - start)
-                    notice_s *= 2
+    @property
+    def call_ranks(self) -> Callable[..., list[Any]]:
+        """Call a method of ranks at once, without recovery; see ``RunningRanks.call``."""
+        return self._ranks.call
 
     def read_logs(self) -> list[LogWindow]:
         """Return the log windows that the ranks have posted since the last call."""
-        return [] if self._logs is None else self._logs.read()
+        return self._ranks.read_logs()
 
     def request(self, action: Action, argument: int = 0) -> None:
         """Ask the ranks for an action. All take it after the same step, in about a second."""
-        if self._host is not None:
-            key, text = f"{self._host.spec.name}/request", json.dumps([action, argument])
-            self._host.store.set(key, text)
+        self._ranks.request(action, argument)
 
     def request_stop(self) -> None:
         """Ask the ranks to stop at one of the next steps."""
         self.request(Action.STOP)
-
-    def _print_waiting(self, method: str, ranks: Iterable[int], seconds: float) -> None:
-        """Print which ranks haven't answered, and how to find out why."""
-        text = (
-            f"{named(ranks)}: {method}() takes {seconds:.0f} s so far and "
-            f"is waited for; `miniray doctor {self.run_dir}` shows where it is, worker_timeout= "
-            "would set a limit"
-        )
-        print(text, file=sys.stderr, flush=True)
-
-    def _create_error(
-        self, answers: _Answers, method: str, epoch: int | None, reports_progress: bool
-    ) -> Exception:
-        """Return the error of the root cause."""
-        failures, pending = answers.failures, answers.pending
-        positions = self._monitor.read_last_positions() if self._monitor is not None else []
-        cause = find_root_cause(failures)
-        if cause is None and not pending and not reports_progress:
-            cause = next(iter(failures.items()))  # it may not be about a collective
-        if cause is None:
-            ranks = sorted(pending.values())
-            return self._add_part(
-                create_group_error(failures, ranks, answers.verdict, epoch, positions)
-            )
-        rank, error = cause
-        position = positions[rank] if positions and method == TRAIN_EPOCH else None
-        return self._add_part(add_rank_context(error, rank, epoch, position, self.get_epochs()))
-
-    def _add_part(self, error: Exception) -> Exception:
-        """Add the part of the model that a lost rank held to its error."""
-        rank = getattr(error, "rank", None)
-        part = None if rank is None else self.describe_part(rank)
-        is_lost = isinstance(error, (ActorDiedError, WorkerTimeoutError))
-        if part is None or not is_lost or isinstance(error, TaskError):
-            return error
-        return add_error_context(error, part)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
-from miniray.checks import check_choice, check_int
+from miniray.checks import check_choice, check_int, check_number
 from miniray.core import session
 from miniray.errors import CapabilityError
 from miniray.train.lockstep.schedule import StepSchedule
@@ -16,7 +15,7 @@ from miniray.train.options import check_seconds
 from miniray.train.run.state import TrainTarget
 
 if TYPE_CHECKING:
-    from miniray.train.lockstep.rank import RankContext, WorkerTraits
+    from miniray.train.lockstep.context import RankContext, WorkerTraits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,16 +43,23 @@ class RunFacts:
         raise NotImplementedError
 
 
+#: Why ``on_nonfinite="skip"``, which parameter sync has, is missing here.
+_NO_SKIP = (
+    "Ranks average their gradients in every step, so none of them can be left out. With "
+    'precision="fp16", the gradient scaler skips such steps on all ranks.'
+)
+
+
 def check_options(
     *, clip_norm: Any, hang_timeout: Any, timeout: Any, on_nonfinite: str, group_backend: str
 ) -> None:
     """Raise ``ValueError`` for invalid options of ``LockstepTrainer``."""
-    check_choice("on_nonfinite", on_nonfinite, ("error", "ignore"))
+    check_choice("on_nonfinite", on_nonfinite, ("error", "ignore"), {"skip": _NO_SKIP})
     check_choice("group_backend", group_backend, ("auto", "gloo", "nccl"))
-    if clip_norm is not None and not _is_positive(clip_norm):
-        raise ValueError(f"clip_norm must be a number > 0 or None, not {clip_norm!r}")
+    if clip_norm is not None:
+        check_number("clip_norm", clip_norm, 0, open_low=True)
     check_seconds("hang_timeout", hang_timeout)
-    if not _is_positive(timeout) or timeout == math.inf:
+    if timeout is None or check_seconds("timeout", timeout) == math.inf:
         raise ValueError(f"timeout must be a number of seconds > 0, not {timeout!r}")
 
 
@@ -62,10 +68,6 @@ def check_snapshot_every(value: Any) -> int | Literal["auto"] | None:
     if value is None or value == "auto":
         return value  # type: ignore[no-any-return]
     return check_int("snapshot_every", value, 1, ', "auto" or None')
-
-
-def _is_positive(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
 
 
 def check_engine(trainer: str, num_workers: int) -> None:

@@ -1,4 +1,4 @@
-"""A rank: the actor that the driver calls, and the state that its parts share.
+"""``RankActor``: a rank, the actor that the driver calls.
 
 After an error the process group is in an unknown state: the driver stops all ranks, and the process
 isn't used again.
@@ -6,173 +6,30 @@ isn't used again.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-import os
-import socket
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from miniray.doctor import barriers, recorder
 from miniray.errors import CheckpointError
 from miniray.train.lockstep import process_group
-from miniray.train.lockstep.arena import SnapshotWriter, measure_slot
+from miniray.train.lockstep.context import RankContext, WorkerTraits, defines
 from miniray.train.lockstep.options import RunFacts
-from miniray.train.lockstep.schedule import Action
-from miniray.train.lockstep.status import HeartbeatSender
-from miniray.train.run.state import RankState
-from miniray.train.torch_worker import TorchWorker
+from miniray.train.lockstep.snapshots.arena import SnapshotWriter, measure_slot
+from miniray.train.lockstep.snapshots.memory import SnapshotNeed
 from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.batches.seeding import derive_seed, seed_generators
-from miniray.train.workers.context import BoundAttributes, MetricLog, WorkerContext
+from miniray.train.workers.context import WorkerContext
+from miniray.train.workers.data.seeding import derive_seed, seed_generators
+from miniray.train.workers.data.shards import TrainData, give_data
 from miniray.train.workers.group import filter_kwargs
-from miniray.train.workers.shards import TrainData, give_data
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from miniray.core import SharedBuffer
-    from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.lockstep.replica import EpochReport
     from miniray.train.run.state import TrainTarget
     from miniray.train.run.tensors.distributed import SavedShards
-
-
-class SnapshotNeed(NamedTuple):
-    """Memory that a rank needs for a snapshot, or why it can't write any inside an epoch."""
-
-    nbytes: int
-    problem: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerTraits:
-    """The methods that the user's class defines itself, instead of inheriting ``TorchWorker``'s.
-
-    Attributes:
-        has_steps: ``StepLoop`` trains the epochs, with ``training_step``. If the class has its own
-            ``train_epoch`` or ``optimize``, that is used instead.
-        shards_data: The class has its own ``load_data_shard``.
-        own_methods: Its own methods among ``get_weights``, ``set_weights`` and ``evaluate``.
-        gets_loader: The trainer sets ``self.train_loader`` (``data=``).
-    """
-
-    has_steps: bool
-    shards_data: bool
-    own_methods: tuple[str, ...]
-    gets_loader: bool = False
-
-    @classmethod
-    def from_class(cls, user_class: type) -> WorkerTraits:
-        def is_own(name: str) -> bool:
-            return defines(user_class, name)
-
-        return cls(
-            is_own("training_step") and not (is_own("train_epoch") or is_own("optimize")),
-            is_own("load_data_shard"),
-            tuple(filter(is_own, ("get_weights", "set_weights", "evaluate"))),
-        )
-
-
-def defines(user_class: type, name: str) -> bool:
-    """Return whether a worker class has a method that isn't ``TorchWorker``'s."""
-    method = getattr(user_class, name, None)
-    return method is not None and method is not getattr(TorchWorker, name, None)
-
-
-class RankContext:
-    """The state that the parts of a rank share: number, device, position, status, barriers."""
-
-    status: HeartbeatSender
-
-    def __init__(self, rank: int, world_size: int, facts: RunFacts, user: Any) -> None:
-        import torch  # not in the driver, which imports this module
-
-        self.rank, self.world_size, self.facts = rank, world_size, facts
-        self.device: Any = torch.device("cpu")
-        self.state: RankState = RankState()
-        self.recorder: Any = None
-        before = WorkerContext.from_environment()
-        names = ("global_step", "epochs", "total_steps")
-        self._attributes = BoundAttributes(user, {name: getattr(before, name) for name in names})
-        log = getattr(user, "__dict__", {}).get("log")
-        #: The metrics that the user's object logs.
-        self.log = log if isinstance(log, MetricLog) else MetricLog()
-        self.until: int | None = None  # the step at which the driver wants the ranks to pause
-        self._shares_boxes = False
-        self._opened = contextlib.ExitStack()
-
-    def describe(self) -> dict[str, Any]:
-        """Return the machine, process and device of this rank."""
-        gpu = None
-        if self.device.type == "cuda":
-            import torch
-
-            gpu = str(torch.cuda.get_device_properties(self.device).uuid)
-        where = {"host": socket.gethostname(), "pid": os.getpid()}
-        return {**where, "device": self.device.type, "gpu": gpu}
-
-    def join(self, spec: process_group.ProcessGroupSpec, one_machine: bool) -> None:
-        """Join the process group. ``one_machine``: all ranks see each other's flight recorders."""
-        if self.device.type == "cuda":
-            import torch
-
-            torch.cuda.set_device(self.device)
-        if self.facts.own_process:
-            self.recorder = recorder.current()  # None if there is no run directory
-            self._shares_boxes = one_machine and self.recorder is not None
-        store = process_group.join(spec, self.rank)
-        self._opened.callback(process_group.leave)
-        self.status = HeartbeatSender(spec, self.rank, store)
-        self._opened.callback(self.status.close)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Set the position to the start of an epoch."""
-        self.state.start_epoch(epoch)
-        self.status.epoch, self.status.step = epoch, -1
-        if self.recorder is not None:
-            self.recorder.tell_epoch(epoch)
-            self.recorder.set_global_step(self.state.step)
-            done = self.state.step_in_epoch
-            self.recorder.note(steps_before_epoch=self.recorder.step_number - done)
-
-    def is_next_step_logged(self, steps_per_epoch: int | None) -> bool:
-        """Return whether there is a log record at the end of the step under way."""
-        state = self.state
-        is_last = state.step_in_epoch + 1 == steps_per_epoch
-        actions = self.facts.step_schedule.get_actions(state.step + 1)
-        return Action.LOG in actions or is_last or state.step + 1 == self.until
-
-    def set_target(
-        self, target: TrainTarget, start: RankState, steps_per_epoch: int | None
-    ) -> int | None:
-        """Set the number of epochs and steps of the user's object; return the number of steps."""
-        total = target.count_steps(start, steps_per_epoch)
-        self._attributes.update(epochs=target.epochs, total_steps=total)
-        return total
-
-    def count_step(self, samples: int = 0, steps: int = 1) -> None:
-        """Count completed optimizer steps on ``samples`` of this rank."""
-        self.state.advance(samples, steps)
-        self._attributes.update(global_step=self.state.step)
-
-    def barrier(self, name: str) -> None:
-        """Wait for all ranks: by the flight recorders, which the doctor reads, or by the store."""
-        if not self._shares_boxes:
-            self.status.barrier(name)
-            return
-        self.status.set_phase(f"barrier {name!r}")
-        barriers.barrier(name, timeout=self.status.limit)
-        self.status.set_phase(f"after barrier {name!r}")
-
-    def post_status(self) -> None:
-        """Report the step of an error: the last heartbeat may be of an earlier one."""
-        with contextlib.suppress(RuntimeError):  # the store is closed: the driver reads it no more
-            self.status.post()
-
-    def leave(self) -> None:
-        """Leave the process group and restore the process."""
-        self._opened.close()
 
 
 class RankActor:
@@ -277,19 +134,19 @@ class RankActor:
         """
         if "get_weights" in self._traits.own_methods:
             return None if self._context.rank else self._user.get_weights()
-        return self._replica.gather_weights()
+        return self._replica.state.gather_weights()
 
     def gather_shared(self) -> Any:
         """Return the state that all ranks share: optimizers, position, data order. See above."""
-        return self._replica.gather_shared()
+        return self._replica.state.gather_shared()
 
     def get_checksums(self) -> dict[str, int]:
         """Return a checksum of each parameter that this rank holds."""
-        checksums: dict[str, int] = self._replica.get_checksums()
+        checksums: dict[str, int] = self._replica.state.get_checksums()
         return checksums
 
     def load_shared(self, shared: Any) -> None:
-        self._replica.load_shared(shared)
+        self._replica.state.load_shared(shared)
 
     def get_snapshot(self) -> dict[str, Any]:
         """Return this rank's part of all that a restart needs."""
@@ -370,7 +227,7 @@ class RankActor:
     def _get_local_state(self) -> tuple[Any, dict[str, Any]]:
         from miniray.train.lockstep.mesh import take_part  # it imports torch
 
-        shared, local = self._replica.get_local_state(take_part)
+        shared, local = self._replica.state.get_local_state(take_part)
         weights = None
         if "get_weights" in self._traits.own_methods:  # may be more than the model
             weights = self._user.get_weights()
@@ -379,7 +236,7 @@ class RankActor:
 
     def restore_snapshot(self, shared: Any, own: Any) -> None:
         """Restore a snapshot of this rank."""
-        self._replica.load_local_state(shared, own["local"])
+        self._replica.state.load_local_state(shared, own["local"])
         if own["weights"] is not None:
             self._user.set_weights(own["weights"])
         self.set_state(own["state"])
@@ -389,7 +246,7 @@ class RankActor:
         """Write this rank's part of the state to a directory, and return the rest. A collective."""
         from miniray.train.run.tensors.distributed import save_shards
 
-        shared, local = self._replica.get_local_state(lambda tensor: tensor.detach())
+        shared, local = self._replica.state.get_local_state(lambda tensor: tensor.detach())
         self._context.status.set_phase("checkpoint")
         saved = save_shards(directory, {"shared": shared, "local": local})
         self._context.status.set_phase("idle")
@@ -436,13 +293,13 @@ class RankActor:
     def get_weights(self) -> Any:
         if "get_weights" in self._traits.own_methods:
             return self._user.get_weights()
-        return self._replica.get_weights()
+        return self._replica.state.get_weights()
 
     def set_weights(self, weights: Any) -> None:
         if "set_weights" in self._traits.own_methods:
             self._user.set_weights(weights)
         else:
-            self._replica.set_weights(weights)
+            self._replica.state.set_weights(weights)
 
     def set_lr(self, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self._user, "set_lr"):
@@ -456,14 +313,14 @@ class RankActor:
             "rank": {
                 "random": parts.random_state(),
                 "means": self._loop.get_means(),
-                **self._replica.get_data_state(),
+                **self._replica.state.get_data_state(),
             },
             "worker": user,
         }
 
     def set_state(self, state: Any) -> None:
         own = state["rank"]
-        self._replica.load_data_state(own)
+        self._replica.state.load_data_state(own)
         self._loop.load_means(own.get("means", {}))
         if own["random"] is not None:
             parts.set_random_state(own["random"])

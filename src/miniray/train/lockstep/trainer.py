@@ -25,8 +25,8 @@ from miniray.checks import check_choice
 from miniray.core import session
 from miniray.errors import CheckpointError, WeightsDivergedError
 from miniray.tracebacks import hides_frames
-from miniray.train.lockstep.failure import Divergence, find_divergence
-from miniray.train.lockstep.group import TRAIN_EPOCH, LockstepGroup
+from miniray.train.lockstep.group import LockstepGroup
+from miniray.train.lockstep.health.failure import Divergence, find_divergence
 from miniray.train.lockstep.options import (
     check_engine,
     check_options,
@@ -34,17 +34,13 @@ from miniray.train.lockstep.options import (
 )
 from miniray.train.lockstep.parallelism import Parallelism, RunSettings
 from miniray.train.lockstep.rank import RankActor
+from miniray.train.lockstep.ranks import TRAIN_EPOCH
 from miniray.train.lockstep.schedule import Action, StepSchedule
-from miniray.train.lockstep.snapshot import (
-    CheckpointMemory,
-    Keep,
-    RankSnapshots,
-    StepSnapshots,
-    share_positions,
-)
+from miniray.train.lockstep.snapshots.memory import CheckpointMemory, StepSnapshots
+from miniray.train.lockstep.snapshots.state import Keep, RankSnapshots, share_positions
 from miniray.train.options import warn
-from miniray.train.run.checkpoint_format import LateState
 from miniray.train.run.checkpointer import Part
+from miniray.train.run.checkpoints.format import LateState
 from miniray.train.run.step_log import LogWindow
 from miniray.train.steps import StepActions, StepOptions
 from miniray.train.trainer import BaseTrainer
@@ -55,8 +51,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from miniray.train.lockstep.arena import Snapshot
-    from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.lockstep.replica import EpochReport
+    from miniray.train.lockstep.snapshots.arena import Snapshot
     from miniray.train.options import RunKwargs
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from miniray.train.lockstep.health.status import is_consequence
 from miniray.train.lockstep.loop import check_scheduler
 from miniray.train.lockstep.mesh import (
     gather_full,
@@ -27,13 +28,12 @@ from miniray.train.lockstep.mesh import (
     load_weights,
     shard_optimizer_values,
 )
-from miniray.train.lockstep.status import is_consequence
 from miniray.train.parallel.plan.job import Job, Place
 from miniray.train.parallel.plan.layers import read_layers, whole_model
 from miniray.train.parallel.plan.planning import Plan
 from miniray.train.parallel.plan.tensor_plan import apply_plan, check_same
 from miniray.train.parallel.stages import PipelineRunner, StepRecord, TracedRunner, WholeRunner
-from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.batches import move_batch
 
 #: Settings of an optimizer that depend on the layout, not on the run.
 _OF_THE_LAYOUT = ("foreach", "fused")
@@ -201,7 +201,7 @@ def _make_runner(
 
 def _split_tensors(runner: Any, plan: Plan, mesh: Any, device: Any) -> None:
     """Shard the weights, and check that the output of the model is unchanged."""
-    inputs = parts.moved(plan.sample, device)
+    inputs = move_batch(plan.sample, device)
     kept = torch.get_rng_state()
     for module in runner.modules.values():
         module.eval()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from miniray.train.lockstep.mesh import stages_through_host
 from miniray.train.parallel.plan.job import Layout, Place
-from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.batches import count_tokens, move_batch
 
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -91,14 +91,14 @@ class Feed:
             if item is None:
                 return 0, (), None
             inputs, target = split_batch(item)
-            self.tokens = parts.count_tokens(item)
+            self.tokens = count_tokens(item)
             return len(target), inputs, target
         return _END, (), None
 
     def _share(self, batch: Any) -> tuple[int, Any, Any]:
         if self._alone:
             count, inputs, target = batch
-            return count, *parts.moved((inputs, target), self.device)
+            return count, *move_batch((inputs, target), self.device)
         return self._receive() if batch is None else self._send(*batch)
 
     def _send(self, count: int, inputs: Any, target: Any) -> tuple[int, Any, Any]:
@@ -111,7 +111,7 @@ class Feed:
         if count <= 0:
             told.wait()
             return count, None, None
-        inputs, target = parts.moved((inputs, target), self.device)
+        inputs, target = move_batch((inputs, target), self.device)
         for ranks, values in ((self._input_ranks, inputs), (self._target_ranks, (target,))):
             for rank in ranks:
                 if rank != self.source:

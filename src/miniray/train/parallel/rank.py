@@ -8,22 +8,22 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from miniray.train.lockstep.loop import MicroBatch, StepLoop, StepOutput
+from miniray.train.lockstep.context import RankContext
+from miniray.train.lockstep.health.status import EVALUATION
+from miniray.train.lockstep.loop import StepLoop
 from miniray.train.lockstep.mesh import (
-    compute_checksums,
     local,
     make_mesh,
     share_buffers,
 )
-from miniray.train.lockstep.rank import RankContext
+from miniray.train.lockstep.replica import MicroBatch, StepOutput
 from miniray.train.lockstep.schedule import Agreement
-from miniray.train.lockstep.status import EVALUATION
 from miniray.train.parallel.assembly import assemble
 from miniray.train.parallel.feed import Feed
 from miniray.train.parallel.plan import planning
@@ -31,6 +31,7 @@ from miniray.train.parallel.plan.job import Job
 from miniray.train.parallel.plan.planning import Plan
 from miniray.train.parallel.samples import Samples
 from miniray.train.parallel.stages import StepRecord
+from miniray.train.parallel.state import PartState
 from miniray.train.parallel.timeline import busy_seconds
 from miniray.train.workers import torch_utils as parts
 from miniray.train.workers.context import find_device
@@ -50,6 +51,7 @@ class PartReplica:
         self.checks_losses = job.on_nonfinite == "error"
         self.logs_samples = self.place.tensor == 0
         self.samples = Samples(job, self.place)
+        self.state = PartState(self)
         self.part: Any = None
         self._count = 0  # samples of the current step
         self._gradient_norm: float | None = None  # of the last step, if it is logged or clipped
@@ -245,73 +247,13 @@ class PartReplica:
         with parts.preserve_state(self.part.modules.values(), self.samples.job.val_data):
             self.evaluate(None, max_batches)
 
-    # -- state ------------------------------------------------------------------------------------
-
-    def get_weights(self) -> dict[int, dict[str, Any]]:
-        """Return this rank's stages, whole; nothing if a different rank returns the same."""
-        if self.place.data:
-            return {}
-        weights: dict[int, dict[str, Any]] = self.part.weights()
-        return {} if self.place.tensor else weights
-
-    gather_weights = get_weights
-
-    def set_weights(self, weights: Any) -> None:
-        self.part.load_weights(weights)
-
     def set_lr(self, lr: float) -> None:
         for options in self.part.optimizer.param_groups:
             options["lr"] = lr
 
-    def gather_shared(self) -> dict[str, Any] | None:
-        """Return the optimizer's state of this rank's weights, and what all ranks share."""
-        if self.place.data:
-            return None
-        optimizer = self.part.optimizer_state()
-        if self.place.tensor:
-            return None
-        scheduler = None if self.part.scheduler is None else self.part.scheduler.state_dict()
-        position = self.context.state.state_dict()
-        return {
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "seed": self.job.seed,
-            "position": position,
-        }
-
-    def get_checksums(self) -> dict[str, int]:
-        return compute_checksums((name, p) for p, name in self.part.names().items())
-
-    def load_shared(self, shared: Any) -> None:
-        self.part.load_optimizer(shared["optimizer"])
-        if self.part.scheduler is not None and shared["scheduler"] is not None:
-            self.part.scheduler.load_state_dict(shared["scheduler"])
-        self.samples.set_order(shared["seed"])
-        self.context.state.load_state_dict(shared.get("position", {}))
-
     @property
     def has_position(self) -> bool:
         return not self.samples.loads or self.samples.windows is not None
-
-    def get_local_state(self, take: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """Return nothing that all ranks share, and this rank's stages or shards."""
-        part, position = self.part, self.context.state.state_dict()
-        scheduler = None if part.scheduler is None else part.scheduler.state_dict()
-        own = {"scheduler": scheduler, "position": position, "seed": self.job.seed}
-        return None, {**own, **part.get_local(take)}
-
-    def load_local_state(self, shared: Any, own: Any) -> None:
-        part = self.part
-        part.load_local(own)
-        if part.scheduler is not None:
-            part.scheduler.load_state_dict(own["scheduler"])
-        self.context.state.load_state_dict(own["position"])
-
-    def get_data_state(self) -> dict[str, Any]:
-        return self.samples.state()
-
-    def load_data_state(self, state: Any) -> None:
-        self.samples.load(state)
 
 
 def average_over_copies(parameters: Iterable[Any], samples: int, group: Any, device: Any) -> None:

@@ -14,9 +14,14 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from miniray.data.plan.shard import split_evenly
 from miniray.train.parallel.plan.job import Job, Place
-from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.batches import planned as sharing
-from miniray.train.workers.shards import create_loader, is_loader, recognize
+from miniray.train.workers.data import planned as sharing
+from miniray.train.workers.data.loaders import (
+    create_eval_loader,
+    describe_custom_sampling,
+    get_loader_state,
+    load_loader_state,
+)
+from miniray.train.workers.data.shards import create_loader, is_loader, recognize
 
 
 def make_loader(
@@ -39,7 +44,7 @@ def make_loader(
         return create_loader(argument, made, size, 0, 1, format="torch")
     rows = isinstance(made, (Dataset, list, tuple, Mapping))
     if rows and evaluates:
-        return parts.loader_over(made, SimpleNamespace(batch_size=batch_size))
+        return create_eval_loader(made, SimpleNamespace(batch_size=batch_size))
     if batch_size is not None and not evaluates:
         raise ValueError(
             f"batch_size= was passed, but {argument}= is a {type(made).__name__}, which has batches"
@@ -61,7 +66,7 @@ def check_can_be_cut(loader: Any, argument: str, copies: int) -> None:
     """Raise ``TypeError`` if the batches can't be sharded among replicas of the model."""
     what = f"a {type(loader).__name__}"
     if isinstance(loader, DataLoader):
-        what = parts.describe_custom_sampling(loader)
+        what = describe_custom_sampling(loader)
     if what:
         raise TypeError(
             f"{argument}= has {what}, which can't be sharded on {copies} copies of the model. Pass "
@@ -205,10 +210,10 @@ class Samples:
         loader = None
         if self.loader is not None:
             has_position = sharing.planned(self.loader) is None
-            loader = parts.loader_state(self.loader, has_position)
+            loader = get_loader_state(self.loader, has_position)
         return {"data": self.random.state, "loader": loader}
 
     def load(self, saved: Any) -> None:
         if self.loader is not None and saved["loader"] is not None:
-            parts.load_loader_state(self.loader, saved["loader"])
+            load_loader_state(self.loader, saved["loader"])
         self.random.state = saved["data"]

@@ -13,7 +13,7 @@ from miniray.checks import check_int
 from miniray.train.lockstep.group import LockstepGroup
 from miniray.train.lockstep.options import choose_backend
 from miniray.train.lockstep.parallelism import RunSettings
-from miniray.train.lockstep.snapshot import Keep
+from miniray.train.lockstep.snapshots.state import Keep
 from miniray.train.parallel import timeline
 from miniray.train.parallel.plan.job import Job, Layout
 from miniray.train.parallel.plan.schedules import SCHEDULES
@@ -23,7 +23,7 @@ from miniray.train.run.tensors.shards import merge_shards
 from miniray.train.workers.evaluate import combine
 
 if TYPE_CHECKING:
-    from miniray.train.lockstep.loop import EpochReport
+    from miniray.train.lockstep.replica import EpochReport
 
 
 class ModelWorker:

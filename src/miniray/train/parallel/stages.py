@@ -22,7 +22,7 @@ from miniray.train.parallel.plan.measure import SavedBytes, preserve_state
 from miniray.train.parallel.plan.schedules import divisor_up_to
 from miniray.train.parallel.plan.stage_plan import StagePlan
 from miniray.train.parallel.timeline import Span
-from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.batches import move_batch
 
 
 class StepRecord:
@@ -160,7 +160,7 @@ class ThroughHost(torch.nn.Module):  # type: ignore[misc]
         self.module, self._device, self._is_last = module, device, is_last
 
     def forward(self, *inputs: Any) -> Any:
-        output = self.module(*parts.moved(inputs, self._device))
+        output = self.module(*move_batch(inputs, self._device))
         return output if self._is_last else output.cpu()
 
 

@@ -4,7 +4,7 @@ Trainers register the position of the run (``state``), ``callbacks``, ``weights`
 workers are in sync, else those of every worker), ``workers`` (the results of their ``get_state``)
 and parts of subclasses, such as ``sync`` and ``data``. Users can add parts. With the same number of
 workers, a fixed seed, and workers that save what they need (optimizer, random numbers, position in
-the data), a resumed run has the same bits as one that was never interrupted. ``checkpoint_store``
+the data), a resumed run has the same bits as one that was never interrupted. ``CheckpointStore``
 describes the files.
 """
 
@@ -18,11 +18,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from miniray.errors import CheckpointError
 from miniray.train.options import RunOptions, warn
-from miniray.train.run.checkpoint_format import LateState
-from miniray.train.run.checkpoint_store import CheckpointStore, check_keeping
+from miniray.train.run.checkpoints.format import LateState
+from miniray.train.run.checkpoints.retention import Retention
+from miniray.train.run.checkpoints.storage import CheckpointStorage, FsspecStorage, list_copies
+from miniray.train.run.checkpoints.store import CheckpointStore
 from miniray.train.run.records import simplify
 from miniray.train.run.state import TrainState
-from miniray.train.run.storage import CheckpointStorage, FsspecStorage, list_copies
 
 _FORMAT = 2
 #: Names in a checkpoint that aren't registered parts.
@@ -64,7 +65,7 @@ class Checkpointer:
     def __init__(
         self, kind: str, options: RunOptions, on_event: Callable[[dict[str, Any]], None]
     ) -> None:
-        check_keeping(options.keep_last, options.keep_best)
+        Retention(options.keep_last, options.keep_best)  # checks them before a run starts
         self.kind = kind
         #: The checkpoints of the run on disk, once its directory is open.
         self.store: CheckpointStore | None = None

@@ -19,35 +19,30 @@ it was killed, ``run.json`` still contains ``"state": "running"``; ``status()`` 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
-import socket
-import time
 import traceback
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from miniray.doctor import runfile
 from miniray.errors import MinirayError, RunLockedError, TaskError
-from miniray.files import FileLock, is_locked, replace_atomically
-from miniray.runs import files
+from miniray.files import replace_atomically
 from miniray.runs.run_info import get_state, read_run_info
 from miniray.train.run import records
+from miniray.train.run.lock import (
+    LOCK,
+    RunLock,
+    create_continued_error,
+    create_locked_error,
+)
 
-LOCK = ".lock"
 #: Lines that were removed from metrics.jsonl, because the run went back to an earlier epoch.
 DISCARDED = "metrics.discarded.jsonl"
 #: Lines that were removed from steps.jsonl, for the same reason.
 DISCARDED_STEPS = "steps.discarded.jsonl"
-#: How long to wait until the process that holds a lock has written its name.
-_HOLDER_TIMEOUT_S = 1.0
-#: Locks of this process, by directory. Objects for the same directory share one.
-_locks: weakref.WeakValueDictionary[Path, FileLock] = weakref.WeakValueDictionary()
-
 #: Ends of a run that may have left nothing behind.
 _FAILED = ("failed", "interrupted", "preempted", "died")
 #: Fields that are kept of an attempt when the run is resumed.
@@ -76,7 +71,7 @@ class RunDirectory:
         self.events_file = self.path / "events.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.lock_file = self.path / LOCK
-        self._lock: FileLock | None = None
+        self._lock = RunLock(self.path)
         #: Number of earlier attempts in run.json when this object last wrote it.
         self._num_attempts: int | None = None
 
@@ -104,14 +99,14 @@ class RunDirectory:
             return cls._claim(Path(root) / name)
         clean = re.sub(r"[^\w.-]+", "_", prefix).lstrip(".-") or "run"
         run = cls(runfile.new_directory(Path(root), clean))
-        run._acquire()
+        run._lock.acquire()
         return run
 
     @classmethod
     def _claim(cls, path: Path) -> RunDirectory:
         runfile.make_private(path)
         run = cls(path)
-        run._acquire()
+        run._lock.acquire()
         trained = run.metrics_file.exists() or run.checkpoints.exists()
         if trained or (run.run_file.exists() and not run._has_failed()):
             raise FileExistsError(
@@ -134,40 +129,11 @@ class RunDirectory:
         On a file system without locks, only processes of this host are noticed.
         """
         run = cls(path)
-        run._acquire()
+        run._lock.acquire()
         info = run.read_run()
         if run.status() == "running" and info.get("pid") != os.getpid():
-            raise _create_locked_error(run.path, info)
+            raise create_locked_error(run.path, info)
         return run
-
-    def _acquire(self) -> None:
-        """Lock the directory, unless this process has locked it."""
-        key = self.path.resolve()
-        self._lock = _locks.get(key, self._lock)
-        if self._lock is not None and self._lock.held:
-            return
-        deadline = time.monotonic() + _HOLDER_TIMEOUT_S
-        while True:
-            try:
-                lock = FileLock(self.lock_file, wait=False)
-                break
-            except BlockingIOError:
-                holder = _read_holder(self.path)
-                # A process that just locked it is about to write its name, and one that only
-                # looks whether it is locked releases it at once.
-                if holder or time.monotonic() > deadline:
-                    raise _create_locked_error(self.path, holder) from None
-                time.sleep(0.01)
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                    raise
-                return  # a file system without locks
-        lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-        self._lock = _locks[key] = lock
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
 
     # -- run.json ---------------------------------------------------------------------------------
 
@@ -177,12 +143,12 @@ class RunDirectory:
         ``seed`` and ``world_size`` (or ``num_workers``) are taken from ``config``. If the run was
         written before, the previous attempt and its outcome are kept under ``attempts``.
         """
-        self._acquire()
+        self._lock.acquire()
         before = self.read_run()
         attempts = before.pop("attempts", [])
         if self._was_continued(attempts):
-            self._release()
-            raise _create_continued_error(self.path, before)
+            self._lock.release()
+            raise create_continued_error(self.path, before)
         if before:
             if before.get("state") == "running" and before.get("pid") != os.getpid():
                 before["state"] = "died"  # its process ended without recording a state
@@ -219,12 +185,12 @@ class RunDirectory:
         ``run.json`` then describes that process.
         """
         try:
-            self._acquire()
+            self._lock.acquire()
         except RunLockedError:
             return
         run = self.read_run()
         if self._was_continued(run.get("attempts", [])):
-            self._release()
+            self._lock.release()
             return
         run.update(fields)
         run.update(state=state, ended=runfile.now())
@@ -238,14 +204,14 @@ class RunDirectory:
         elif error is not None:
             run["error"] = {"type": None, "message": error, "traceback": None}
         self._write(run)
-        self._release()
+        self._lock.release()
 
     def discard_if_empty(self) -> None:
         """Delete the directory unless a run, this one or an earlier one, left files in it."""
         if {path.name for path in self.path.iterdir()} <= {LOCK}:
             self.lock_file.unlink(missing_ok=True)
             self.path.rmdir()
-        self._release()
+        self._lock.release()
 
     def read_run(self) -> dict[str, Any]:
         """Return the fields of ``run.json``; {} if it doesn't exist.
@@ -285,21 +251,12 @@ class RunDirectory:
         Lines without an epoch are kept. Return the number of lines that were moved. If the process
         is killed during the call, ``metrics.jsonl`` is either unchanged or truncated.
         """
-        self._acquire()
+        self._lock.acquire()
         self._num_attempts = None  # the caller continues from what the last attempt left
-        kept: list[dict[str, Any]] = []
-        dropped: list[dict[str, Any]] = []
-        for record in self.read_metrics():
-            number = records.number(record.get("epoch"))
-            (dropped if number is not None and number > epoch else kept).append(record)
-        if not dropped:
-            return 0
-        for record in dropped:
-            records.append_record(self.path / DISCARDED, record)
-        lines = b"".join(records.dump_line(record) for record in kept)
-        replace_atomically(self.metrics_file, lines)
-        self.append_event({"event": "metrics_truncated", "epoch": epoch, "lines": len(dropped)})
-        return len(dropped)
+        count = _move_records(self.metrics_file, self.path / DISCARDED, "epoch", epoch)
+        if count:
+            self.append_event({"event": "metrics_truncated", "epoch": epoch, "lines": count})
+        return count
 
     def rewind(self, epoch: int, step: int, history: Iterable[Mapping[str, Any]]) -> None:
         """Truncate the records at a position to which the run returns.
@@ -330,15 +287,7 @@ class RunDirectory:
 
         These steps are trained again.
         """
-        kept: list[dict[str, Any]] = []
-        dropped: list[dict[str, Any]] = []
-        for record in self.read_steps():
-            (kept if (records.number(record.get("step")) or 0) <= step else dropped).append(record)
-        for record in dropped:
-            records.append_record(self.path / DISCARDED_STEPS, record)
-        if dropped:
-            lines = b"".join(records.dump_line(record) for record in kept)
-            replace_atomically(self.steps_file, lines)
+        _move_records(self.steps_file, self.path / DISCARDED_STEPS, "step", step)
 
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Add a line to ``events.jsonl``, with the time. ``event["event"]`` is the type."""
@@ -352,6 +301,20 @@ class RunDirectory:
         return f"RunDirectory({str(self.path)!r})"
 
 
+def _move_records(source: Path, target: Path, field: str, last: int) -> int:
+    """Move the records whose ``field`` is above ``last`` to a different file; return how many."""
+    kept: list[dict[str, Any]] = []
+    moved: list[dict[str, Any]] = []
+    for record in records.read_records(source):
+        number = records.number(record.get(field))
+        (kept if number is None or number <= last else moved).append(record)
+    for record in moved:
+        records.append_record(target, record)
+    if moved:
+        replace_atomically(source, b"".join(records.dump_line(record) for record in kept))
+    return len(moved)
+
+
 def _archive_box(box: Path) -> None:
     """Keep what an ended rank left, in a directory of its attempt."""
     from miniray.doctor.reader import read_box
@@ -361,46 +324,6 @@ def _archive_box(box: Path) -> None:
     with contextlib.suppress(BoxError):  # nothing that could be kept
         if not (left := read_box(box)).process.alive:
             archive(box, left.attempt)
-
-
-def _create_locked_error(path: Path, holder: Mapping[str, Any]) -> RunLockedError:
-    pid, host = holder.get("pid"), holder.get("host")
-    where = "a different process" if pid is None else f"process {pid} on host {host}"
-    return RunLockedError(
-        f"The run {path} is still running, in {where}. Wait until it ends, or use a different "
-        "name= or run_dir=.",
-        pid=pid if isinstance(pid, int) else None,
-        host=host if isinstance(host, str) else None,
-    )
-
-
-def _create_continued_error(path: Path, latest: Mapping[str, Any]) -> RunLockedError:
-    pid, host = latest.get("pid"), latest.get("host")
-    return RunLockedError(
-        f"The run {path} was continued by process {pid} on host {host} since this trainer trained "
-        "it. Call train(..., resume=True) to continue from its newest checkpoint.",
-        pid=pid if isinstance(pid, int) else None,
-        host=host if isinstance(host, str) else None,
-    )
-
-
-def find_holder(path: Path) -> Mapping[str, Any] | None:
-    """Return pid and host of the process that locks the run at ``path``, or None.
-
-    The result is empty if the process hasn't written them yet.
-    """
-    return _read_holder(path) if is_locked(path / LOCK) else None
-
-
-def _read_holder(path: Path) -> dict[str, Any]:
-    """Return the process named in the lock file, or {} if there is none or it is gone."""
-    import psutil
-
-    holder, _ = files.read_json(path / LOCK)
-    pid = holder.get("pid")
-    here = holder.get("host") == socket.gethostname()
-    is_valid = isinstance(pid, int) and not (here and not psutil.pid_exists(pid))
-    return holder if is_valid else {}
 
 
 def check_name(name: str | None) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from miniray.train.torch_worker import TorchWorker
-from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.data.loaders import shard_loader
+from miniray.train.workers.data.shards import TrainData, find_kind, give_data, is_loader
 from miniray.train.workers.group import filter_kwargs
-from miniray.train.workers.shards import TrainData, find_kind, give_data, is_loader
 
 
 class WorkerActor:
@@ -41,7 +41,7 @@ class WorkerActor:
         if data.data is None:
             return
         if not has_own_load:
-            user.train_loader = shard = parts.shard(shard, shard_id, num_shards)
+            user.train_loader = shard = shard_loader(shard, shard_id, num_shards)
         kind = find_kind("data", data.data)
         if kind == "Hugging Face stream":
             self._stream = shard.dataset if is_loader(shard) else shard

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import miniray
@@ -22,12 +22,15 @@ from miniray.core.remote import ActorClass, ActorHandle, CallSpec
 from miniray.counting import format_epoch
 from miniray.errors import (
     GetTimeoutError,
-    MinirayError,
     SessionEndedError,
-    TaskError,
     WorkerTimeoutError,
 )
 from miniray.train.workers.budget import Decision, FailureBudget, is_loss
+from miniray.train.workers.errors import (
+    ReplacementLostError,
+    add_worker_context,
+    report_replacement_loss,
+)
 
 #: Methods that every worker must have. Others, such as ``load_data_shard``, are optional.
 REQUIRED_METHODS = ("train_epoch", "get_weights", "set_weights")
@@ -37,18 +40,9 @@ NO_WORKERS = "there are no workers before train(), and none after shutdown()"
 #: Parameters of a worker's ``__init__`` that get its id.
 _ID_NAMES = ("worker_id", "rank", "id")
 
-#: Methods of ``WorkerActor`` and the user's methods that they call, which errors name.
-USER_METHODS = {
-    "assign_data": "load_data_shard",
-    "check_validation": "validation_step",
-    "evaluate_together": "evaluate",
-    "train_on_shard": "train_epoch",
-    "train_steps_on_shard": "train_steps",
-}
+_STOP_TIMEOUT_S = 5.0  # for calls of stopped actors to fail
 
 Handle = ActorHandle[Any]
-
-_READ_ONLY = "Arrays of another process are read-only: set_weights() must copy them, np.array(new)"
 
 
 def filter_kwargs(
@@ -113,27 +107,6 @@ def check_worker(worker: Any, worker_id: int, required: Sequence[str]) -> None:
     for name, spec in specs.items():
         if spec is not None and spec.is_generator:
             raise TypeError(f"{worker._info.class_name}.{name}() must return its result, not yield")
-
-
-class ReplacementLostError(Exception):
-    """A replacement crashed or hung during its setup; ``recover`` creates a new one."""
-
-    def __init__(self, error: Exception, method: str) -> None:
-        super().__init__(str(error))
-        self.error, self.method = error, method
-
-
-@contextlib.contextmanager
-def report_replacement_loss(method: str, worker_id: int | None = None) -> Iterator[None]:
-    """Raise ``ReplacementLostError`` if the replacement that is called inside is lost."""
-    try:
-        yield
-    except Exception as error:
-        if is_loss(error):
-            raise ReplacementLostError(error, method) from None
-        if worker_id is None:
-            raise
-        raise add_worker_context(error, worker_id, method, None) from error.__cause__
 
 
 class WorkerSetup(Protocol):
@@ -353,39 +326,11 @@ def end(actor: Handle) -> None:
             miniray.kill(actor)
 
 
-def add_worker_context(
-    error: Exception,
-    worker_id: int,
-    method: str,
-    epoch: int | None,
-    unit: str = "epoch",
-    epochs: int | None = None,
-) -> Exception:
-    """Return ``error`` with worker, method and epoch in message and fields; types are kept."""
-    when = "" if epoch is None else f" in {format_epoch(epoch, epochs, unit)}"
-    call = "" if isinstance(error, TaskError) else f", {USER_METHODS.get(method, method)}()"
-    told = add_error_context(error, f"worker {worker_id}{call}{when}")
-    if isinstance(told, MinirayError):
-        told.add_fields(worker=worker_id, **{unit: epoch})
-    return told
+def read_unanswered(refs: Iterable[Any]) -> None:
+    """Read the results of calls of stopped actors.
 
-
-def add_error_context(error: Exception, where: str, meant: str = "") -> Exception:
-    """Return ``error`` with ``where`` before its message if it is miniray's. Types are kept.
-
-    ``meant`` is added after the message, unless the error is an exception of user code.
+    The engine would log the errors of calls whose results are dropped unread.
     """
-    if isinstance(error, TaskError):
-        owner, dot, method = error.function.rpartition(".")
-        function = f"{where}: {owner}{dot}{USER_METHODS.get(method, method)}"
-        trace = error.remote_traceback
-        if isinstance(error, ValueError) and "read-only" in str(error.cause):
-            trace = f"{trace.rstrip()}\n{_READ_ONLY}"
-        copy = TaskError(function, error.actor, error.pid or 0, trace, error.cause).as_cause_type()
-        copy.add_fields(**{name: vars(error).get(name) for name in error.FIELDS})
-        return copy
-    if not isinstance(error, MinirayError):
-        return error
-    told = type(error)(f"{where}: {error}{meant}")
-    vars(told).update(vars(error))
-    return told
+    for ref in refs if miniray.is_initialized() else ():
+        with contextlib.suppress(Exception):
+            miniray.get(ref, timeout=_STOP_TIMEOUT_S)

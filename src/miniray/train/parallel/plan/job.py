@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import miniray
 from miniray.checks import check_int
+from miniray.train.lockstep.context import RankContext, WorkerTraits
 from miniray.train.lockstep.options import RunFacts
-from miniray.train.lockstep.rank import RankContext, WorkerTraits
 
 DIMENSIONS = ("data", "pipeline", "tensor")
 

@@ -15,8 +15,8 @@ from miniray.train.parallel.plan.layers import read_layers, whole_model
 from miniray.train.parallel.plan.measure import check_output, check_value, measure, preserve_state
 from miniray.train.parallel.plan.schedules import SCHEDULES
 from miniray.train.parallel.plan.stage_plan import StagePlan, plan_stages
-from miniray.train.workers import torch_utils as parts
-from miniray.train.workers.batches.planned import planned
+from miniray.train.workers.data.batches import move_batch
+from miniray.train.workers.data.planned import planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def make_plan(job: Job, loader: Any, device: Any) -> Plan:
     batch_size = len(target)
     _check_microbatches(job, batch_size)
     share = batch_size // job.microbatches
-    sample, wanted = parts.moved((tuple(value[:share] for value in inputs), target[:share]), device)
+    sample, wanted = move_batch((tuple(value[:share] for value in inputs), target[:share]), device)
     stages = sharded = None
     if job.layout.pipeline > 1:
         layers = read_layers(job.model, job.seed)
@@ -65,7 +65,7 @@ def make_plan(job: Job, loader: Any, device: Any) -> Plan:
             _check_model(model, sample, wanted, job.loss)
         if job.layout.tensor > 1:
             sharded = tensor.make_plan(model, job.tensor_plan, job.layout.tensor)
-    return Plan(stages, sharded, batch_size, parts.moved(sample, "cpu"))
+    return Plan(stages, sharded, batch_size, move_batch(sample, "cpu"))
 
 
 def _check_microbatches(job: Job, batch_size: int) -> None:

@@ -1,0 +1,1 @@
+"""Language models as policies: generate responses, and compute the log-probs of tokens."""

@@ -1,0 +1,1 @@
+"""Heartbeats of ranks, detection of hangs, and the root cause of a failure."""

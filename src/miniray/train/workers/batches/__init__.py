@@ -1,3 +1,0 @@
-"""Batches of each worker: plans, seeds, shards of loaders, and positions inside an epoch."""
-
-from __future__ import annotations

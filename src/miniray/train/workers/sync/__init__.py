@@ -1,0 +1,1 @@
+"""Parameter sync: after each interval, or asynchronously, with repair if workers are lost."""
