@@ -232,7 +232,6 @@ class FilterRun:
     def _save(self, found: dict[int, Bits]) -> None:
         """Add the answers to the index, which can have those of other files, and clean up."""
         with store.claim(self._path.with_suffix(".lock"), wait=True):
-            store.remove_unfinished(self._path)
             if len(self._read_known()) < len(self._names):
                 entries = store.read(self._path)
                 for file, bits in found.items():

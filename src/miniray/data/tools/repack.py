@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 from miniray.data.sources.base import BLOCK_BYTES, parse_bytes
 from miniray.data.sources.files import Spec
 from miniray.data.sources.parquet import ParquetSource
-from miniray.data.sources.validation import release_unused
 from miniray.errors import DataError
 
 #: Rows per page, so that decoding a page takes little memory.
@@ -52,7 +51,7 @@ def repack_files(
                 path = directory / f"part-{len(written):05}.parquet"
                 writer = _FileWriter(path, schema)
             writer.write(batches)
-            release_unused()
+            pa.default_memory_pool().release_unused()
             if writer.nbytes >= limit:
                 written.append(writer.close())
                 writer = None
