@@ -145,6 +145,7 @@ class _OpenFile:
             metadata=metadata,
             read_dictionary=list(dictionaries) or None,
             buffer_size=1 << 20,
+            pre_buffer=False,  # would read in other threads, and hold a row group in memory
         )
 
     @cached_property
