@@ -157,6 +157,8 @@ class _ArrowFile:
             else:
                 before.append((start, end))
             start = end
+        if file.tell() != file.size():
+            raise pa.ArrowInvalid(f"the stream ends at byte {file.tell()} of {file.size()}")
 
     def _read_message(self, file: Any, number: int, names: Sequence[str]) -> Any:
         """Read a record batch of a stream as a separate stream, with all it depends on."""
