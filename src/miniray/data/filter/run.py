@@ -56,7 +56,7 @@ class FilterRun:
         self._name = name
         self._rank, self._world_size, self._threads = rank, world_size, threads
         self._bar: Any = None
-        #: Last heartbeat of each lock of another rank, and when it was first seen.
+        #: Last heartbeat of each lock of a different rank, and when it was first seen.
         self._beats: dict[Path, tuple[int, float]] = {}
         self._index = self._parts = Path()
         self._index_stamp: Any = None

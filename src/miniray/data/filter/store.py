@@ -49,7 +49,7 @@ def choose_folder(beside: str | None) -> Path:
             with tempfile.TemporaryFile(dir=folder):
                 return folder
         except OSError as error:
-            if error.errno not in _NOT_WRITABLE:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise _create_write_error(folder, error) from error
             reason = error
     folder = get_cache_folder() / _CACHED
@@ -136,13 +136,3 @@ def claim(path: Path, *, wait: bool = False) -> Iterator[bool]:
         yield True
     finally:
         os.close(descriptor)
-
-
-_NOT_WRITABLE = {
-    errno.EPERM,
-    errno.ENOENT,
-    errno.EACCES,
-    errno.EEXIST,  # a file has the name of the directory
-    errno.ENOTDIR,
-    errno.EROFS,
-}

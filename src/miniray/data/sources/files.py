@@ -119,7 +119,7 @@ class FileSource(Source):
         self._stamps: list[Sequence[int] | None] = []
         self._fingerprint = ""
         self._lock = threading.Lock()
-        #: What each thread keeps open.
+        #: The file or record batch that each thread keeps for the next block.
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:

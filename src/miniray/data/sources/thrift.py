@@ -71,6 +71,8 @@ def _read_integer(data: bytes, at: int) -> tuple[int, int]:
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     """Return an unsigned number, which has seven bits per byte, and the offset of its end."""
+    if (byte := data[at]) < 128:  # most of them
+        return byte, at + 1
     found = shift = 0
     while shift < 70:
         byte = data[at]
