@@ -112,6 +112,15 @@ def test_damaged_large_text_is_an_error_with_its_file(tmp_path):
     assert caught.value.file == str(path)
 
 
+def test_stream_with_bytes_after_its_end_is_a_data_error(tmp_path):
+    """A damaged message can look like the end, and the other rows would be missing."""
+    path = write(tmp_path, "stream")
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(DataError) as caught:
+        ArrowDataset(path)
+    assert caught.value.file == str(path)
+
+
 @pytest.mark.parametrize("form", ["file", "stream"])
 def test_file_that_shrinks_during_an_epoch_is_a_data_error(tmp_path, form):
     script = f"""

@@ -420,7 +420,7 @@ def test_files_that_are_not_there(spec, name, complaint, tmp_path, monkeypatch):
 def test_a_truncated_file_is_named_when_the_dataset_is_made(parquet_folder):
     path = parquet_folder / "part-2.parquet"
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(DataError, match=r"part-2\.parquet can't be opened.*truncated"):
+    with pytest.raises(DataError, match=r"part-2\.parquet can't be read.*truncated"):
         ParquetDataset(parquet_folder)
 
 
@@ -432,7 +432,7 @@ def test_a_file_of_no_bytes_is_named(parquet_folder):
 
 def test_something_else_is_named(parquet_folder):
     (parquet_folder / "part-9.parquet").write_text("id,data\n1,x\n" * 10)
-    with pytest.raises(DataError, match=r"part-9\.parquet can't be opened as Parquet"):
+    with pytest.raises(DataError, match=r"part-9\.parquet can't be read as Parquet"):
         ParquetDataset(parquet_folder)
 
 
@@ -445,9 +445,7 @@ def test_damage_within_a_row_group_is_named_when_it_is_read(tmp_path):
     path.write_bytes(data)
     dataset = ParquetDataset(path)
     assert dataset[999]["id"] == 999
-    with pytest.raises(
-        DataError, match=r"x\.parquet, row group 1, row 1000: the row group can't be read"
-    ):
+    with pytest.raises(DataError, match=r"x\.parquet, row group 1, row 1000 can't be read"):
         dataset[1000]
 
 
@@ -550,7 +548,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_crash(parquet_f
     dataset = ParquetDataset(parquet_folder)
     assert dataset[153]["id"] == 153
     os.truncate(parquet_folder / "part-3.parquet", 100)
-    with pytest.raises(DataError, match=r"part-3\.parquet can't be opened as Parquet"):
+    with pytest.raises(DataError, match=r"part-3\.parquet, .* can't be read as Parquet"):
         dataset[236]
 
 
@@ -675,7 +673,7 @@ def test_encrypted_columns_are_refused_and_others_are_read(tmp_path):
         ParquetDataset(path)
     assert [row["id"] for row in ParquetDataset(path, columns=["id"])] == list(range(50))
     path = encrypted(tmp_path / "y.parquet", plaintext_footer=False)
-    with pytest.raises(DataError, match=r"y\.parquet can't be opened as Parquet: .*encrypted"):
+    with pytest.raises(DataError, match=r"y\.parquet can't be read as Parquet: .*encrypted"):
         ParquetDataset(path, columns=["id"])
 
 

@@ -15,6 +15,7 @@ from miniray.data.tools.inspection import inspect_files
 from miniray.data.tools.repack import repack_files
 from miniray.errors import DataError
 from tests.data.conftest import write_parquet
+from tests.data.test_parquet import encrypted
 
 
 def run(*args):
@@ -37,6 +38,13 @@ def test_inspect_describes_files_and_orders(parquet_folder):
     assert inspect_files(parquet_folder).is_cached
     assert "part-3.parquet" in run("inspect", parquet_folder)
     del held
+
+
+def test_inspect_doesnt_look_at_columns_that_are_encrypted(tmp_path):
+    """Arrow ends the process when it is asked for more than the name of such a column."""
+    path = encrypted(tmp_path / "x.parquet", plaintext_footer=True)
+    (file,) = inspect_files(path, ["id"]).files
+    assert (file.rows, file.compression) == (50, "snappy")
 
 
 def test_inspect_advises_about_one_row_group_and_many_files(tmp_path, monkeypatch):

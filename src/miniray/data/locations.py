@@ -38,20 +38,13 @@ class Block:
     nbytes: int  # decoded size, estimated from metadata
 
 
-class Blocks(Sequence[Block]):
-    """Blocks of a source in data order, stored as one array per field."""
+class Blocks:
+    """Blocks of a source in data order, stored as one array per field of ``Block``."""
 
-    def __init__(
-        self,
-        file: Sequence[int] | Int64s,
-        run: Sequence[int] | Int64s,
-        first_row: Sequence[int] | Int64s,
-        rows: Sequence[int] | Int64s,
-        nbytes: Sequence[int] | Int64s,
-    ) -> None:
-        self.file, self.run, self.first_row, self.rows, self.nbytes = (
-            np.asarray(column, dtype=np.int64) for column in (file, run, first_row, rows, nbytes)
-        )
+    def __init__(self, *fields: Sequence[int] | Int64s) -> None:
+        self.file, self.run, self.first_row, self.rows, self.nbytes = self._fields = [
+            np.asarray(values, dtype=np.int64) for values in fields
+        ]
         #: Number of rows before each block, and the number of all rows.
         self.edges: Int64s = cumulate(self.rows)
 
@@ -62,16 +55,8 @@ class Blocks(Sequence[Block]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Block: ...
-    @overload
-    def __getitem__(self, index: slice) -> Blocks: ...
-    def __getitem__(self, index: int | slice) -> Block | Blocks:
-        columns: list[Any] = [
-            column[index]
-            for column in (self.file, self.run, self.first_row, self.rows, self.nbytes)
-        ]
-        return Blocks(*columns) if isinstance(index, slice) else Block(*map(int, columns))
+    def __getitem__(self, block: int) -> Block:
+        return Block(*(int(values[block]) for values in self._fields))
 
 
 class Locations(Sequence[RowLocation]):

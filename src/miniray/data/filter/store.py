@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import os
-import secrets
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,21 +20,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from miniray.data.sources.footers import get_cache_folder
 from miniray.errors import DataError
+from miniray.files import replace_atomically
 
 Bits = npt.NDArray[np.uint8]
 
 _MAGIC = b"miniray-filter-1\n"
 _FOLDER, _CACHED = ".miniray", "filters"
-
-
-def get_cache_folder() -> Path:
-    """Return the directory for caches of all kinds."""
-    given = os.environ.get("MINIRAY_CACHE")
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "miniray"
 
 
 def list_folders(beside: str | None) -> list[Path]:
@@ -57,7 +49,7 @@ def choose_folder(beside: str | None) -> Path:
             with tempfile.TemporaryFile(dir=folder):
                 return folder
         except OSError as error:
-            if error.errno not in _NOT_WRITABLE:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise _create_write_error(folder, error) from error
             reason = error
     folder = get_cache_folder() / _CACHED
@@ -94,30 +86,10 @@ def write(
     body = b"".join(bits.tobytes() for _, _, bits in entries.values())
     data = _MAGIC + len(header).to_bytes(8, "little") + header + body
     data += hashlib.blake2b(data, digest_size=16).digest()
-    temporary = path.with_name(f"{_unfinished(path)}{secrets.token_hex(8)}")
     try:
-        # Files of tempfile can't be read by other users of the data.
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace_atomically(path, data, sync=durable)
     except OSError as error:
         raise _create_write_error(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _unfinished(path: Path) -> str:
-    return f".{path.name}-"
-
-
-def remove_unfinished(path: Path) -> None:
-    """Remove temporary files of killed writers of ``path``. The caller holds its lock."""
-    for left in path.parent.glob(f"{_unfinished(path)}*"):
-        left.unlink(missing_ok=True)
 
 
 def read(path: Path) -> dict[str, tuple[str, int, Bits]]:
@@ -164,13 +136,3 @@ def claim(path: Path, *, wait: bool = False) -> Iterator[bool]:
         yield True
     finally:
         os.close(descriptor)
-
-
-_NOT_WRITABLE = {
-    errno.EPERM,
-    errno.ENOENT,
-    errno.EACCES,
-    errno.EEXIST,  # a file has the name of the directory
-    errno.ENOTDIR,
-    errno.EROFS,
-}

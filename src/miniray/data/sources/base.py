@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -20,23 +20,43 @@ BlockRows = Any
 BLOCK_BYTES = 8_000_000
 
 
+class LazyRows(Sequence[Any]):
+    """Rows that ``read_row`` returns when they are accessed.
+
+    Args:
+        read_row: Returns the row with a number.
+        numbers: Numbers of the rows.
+        nbytes: Memory that the rows take.
+    """
+
+    def __init__(
+        self, read_row: Callable[[int], Any], numbers: Sequence[int], nbytes: int = 0
+    ) -> None:
+        self._read_row, self._numbers, self.nbytes = read_row, numbers, nbytes
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return LazyRows(self._read_row, self._numbers[index])
+        return self._read_row(self._numbers[index])
+
+
 class Source(ABC):
     """Rows of one format. Cheap to create, picklable, opened on first use and again after a fork.
 
     Attributes:
         kind: Name of the format.
+        files: Paths of the files, or a name for data in memory.
         random_access: Whether reading a row costs the same wherever it is. Then no blocks are held.
         is_persistent: Whether ``identify_file`` changes whenever the content may have changed.
     """
 
     kind: str
+    files: Sequence[str]
     random_access = False
     is_persistent = False
-
-    @property
-    @abstractmethod
-    def files(self) -> Sequence[str]:
-        """Paths of the files, or a name for data in memory."""
 
     @abstractmethod
     def list_blocks(self) -> Blocks:
@@ -75,9 +95,9 @@ class Source(ABC):
         """Convert a record batch with some rows of a block to the types that users get."""
         return batch
 
-    def encode_rows(self, rows: BlockRows) -> pa.RecordBatch:
-        """Convert the rows of a block to a record batch for the row cache."""
-        return self.normalize(rows)
+    def encode_block(self, block: int) -> pa.RecordBatch:
+        """Read a block as a record batch for the row cache."""
+        return self.read_block(block)
 
     def decode_rows(self, batch: pa.RecordBatch, number: int) -> BlockRows:
         """Convert a record batch of the row cache back; ``number`` is that of its first row."""

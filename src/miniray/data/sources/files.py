@@ -8,14 +8,14 @@ import os
 import threading
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from miniray.data.locations import Blocks, cumulate
 from miniray.data.sources.base import BLOCK_BYTES, Source, check_column_list
-from miniray.data.sources.footers import FileMetadata
+from miniray.data.sources.footers import FileMetadata, stamp_file
 from miniray.errors import DataError
 
 Spec = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -26,110 +26,89 @@ def is_remote(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
 
 
-class FileList:
-    """Paths of files, directories, globs and fsspec URLs: sorted within a glob or directory.
+def resolve_files(spec: Spec, suffixes: tuple[str, ...]) -> list[str]:
+    """Return the files of paths, directories, globs and fsspec URLs.
 
-    Pickled compressed: thousands of numbered files take a few KB.
+    Files of a directory have one of the suffixes. Within a directory or glob, they are sorted.
     """
+    if isinstance(spec, Mapping) or hasattr(spec, "__arrow_c_stream__") or hasattr(spec, "iloc"):
+        raise TypeError(
+            f"files must be paths, not {type(spec).__name__}. Use ArrowDataset(df), or write"
+            " it with df.to_parquet(path)."
+        )
+    if not isinstance(spec, (str, bytes, os.PathLike, Iterable)):
+        raise TypeError(f"files must be a path, a glob or a list of these, not {spec!r}")
+    given = [spec] if isinstance(spec, (str, bytes, os.PathLike)) else list(spec)
+    if not given:
+        raise DataError("files= is empty. Pass at least one path.")
+    items = map(os.fsdecode, given)
+    return [path for item in items for path in _resolve_item(item, suffixes)]
 
-    def __init__(self, spec: Spec, suffixes: Sequence[str]) -> None:
-        self._suffixes = tuple(suffixes)
-        self.paths = self._resolve(spec)
 
-    def _resolve(self, spec: Spec) -> list[str]:
-        if (
-            isinstance(spec, Mapping)
-            or hasattr(spec, "__arrow_c_stream__")
-            or hasattr(spec, "iloc")
-        ):
-            raise TypeError(
-                f"files must be paths, not {type(spec).__name__}. Use ArrowDataset(df), or write"
-                " it with df.to_parquet(path)."
-            )
-        if not isinstance(spec, (str, bytes, os.PathLike, Iterable)):
-            raise TypeError(f"files must be a path, a glob or a list of these, not {spec!r}")
-        given = [spec] if isinstance(spec, (str, bytes, os.PathLike)) else list(spec)
-        if not given:
-            raise DataError("files= is empty. Pass at least one path.")
-        paths: list[str] = []
-        for item in given:
-            paths += self._resolve_one(os.fsdecode(item))
-        return paths
-
-    def _resolve_one(self, item: str) -> list[str]:
-        if is_remote(item):
-            return self._resolve_remote(item)
-        item = os.path.abspath(os.path.expanduser(item.removeprefix("file://")))
-        if os.path.isdir(item):
-            found = sorted(self._within(item))
-            if not found:
-                kinds = " or ".join(f"*{s}" for s in self._suffixes)
-                raise DataError(f"Directory {item} contains no {kinds} files.", item)
-            return found
-        if glob.has_magic(item) and not os.path.exists(item):
-            found = sorted(p for p in glob.glob(item, recursive=True) if os.path.isfile(p))
-            if not found:
-                raise DataError(f"No file matches {item}.")
-            return found
-        if not os.path.exists(item):
-            raise DataError(f"File {item} doesn't exist.", item)
-        return [item]
-
-    def _within(self, folder: str) -> Iterable[str]:
-        seen: set[str] = set()
-        for where, folders, names in os.walk(folder, followlinks=True):
-            real = os.path.realpath(where)
-            if real in seen:  # through a different link, possibly in a cycle
-                folders.clear()
-                continue
-            seen.add(real)
-            # Skip hidden directories, such as .miniray, and those of unfinished writers.
-            folders[:] = sorted(f for f in folders if not f.startswith((".", "_")))
-            for name in names:
-                if name.endswith(self._suffixes) and not name.startswith((".", "_")):
-                    yield os.path.join(where, name)
-
-    def _resolve_remote(self, item: str) -> list[str]:
-        import fsspec
-
-        system, path = fsspec.core.url_to_fs(item)
-        protocol = item.split("://", 1)[0]
-        if glob.has_magic(path):
-            found = sorted(system.glob(path))
-        elif system.isdir(path):
-            found = sorted(p for p in system.find(path) if p.endswith(self._suffixes))
-        else:
-            return [item]
+def _resolve_item(item: str, suffixes: tuple[str, ...]) -> list[str]:
+    if is_remote(item):
+        return _resolve_remote(item, suffixes)
+    item = os.path.abspath(os.path.expanduser(item.removeprefix("file://")))
+    if os.path.isdir(item):
+        found = sorted(_iter_directory(item, suffixes))
         if not found:
-            raise DataError(f"No file matches {item}.")
-        return [f"{protocol}://{p}" for p in found]
+            kinds = " or ".join(f"*{suffix}" for suffix in suffixes)
+            raise DataError(f"Directory {item} contains no {kinds} files.", item)
+        return found
+    if os.path.exists(item):
+        return [item]
+    if not glob.has_magic(item):
+        raise DataError(f"File {item} doesn't exist.", item)
+    found = sorted(path for path in glob.glob(item, recursive=True) if os.path.isfile(path))
+    if not found:
+        raise DataError(f"No file matches {item}.")
+    return found
 
-    def __getstate__(self) -> dict[str, Any]:
-        packed = zlib.compress("\n".join(self.paths).encode(), 9)
-        return {"packed": packed, "suffixes": self._suffixes}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._suffixes = state["suffixes"]
-        self.paths = zlib.decompress(state["packed"]).decode().split("\n")
+def _iter_directory(directory: str, suffixes: tuple[str, ...]) -> Iterable[str]:
+    seen: set[str] = set()
+    for parent, folders, names in os.walk(directory, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in seen:  # through a different link, possibly in a cycle
+            folders.clear()
+            continue
+        seen.add(real)
+        # Skip hidden directories, such as .miniray, and those of unfinished writers.
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
+        for name in names:
+            if name.endswith(suffixes) and not name.startswith((".", "_")):
+                yield os.path.join(parent, name)
 
 
-# -- sources ---------------------------------------------------------------------------------------
+def _resolve_remote(item: str, suffixes: tuple[str, ...]) -> list[str]:
+    import fsspec
+
+    system, path = fsspec.core.url_to_fs(item)
+    if glob.has_magic(path):
+        found = sorted(system.glob(path))
+    elif system.isdir(path):
+        found = sorted(name for name in system.find(path) if name.endswith(suffixes))
+    else:
+        return [item]
+    if not found:
+        raise DataError(f"No file matches {item}.")
+    protocol = item.split("://", 1)[0]
+    return [f"{protocol}://{name}" for name in found]
 
 
 class FileSource(Source):
     """Base class of sources that read files. Subclasses read the metadata and the blocks.
 
     Pickled without metadata. ``DataError`` is raised if the files have changed when the metadata is
-    read again. ``files`` is None for data in memory, which is named ``table``.
+    read again.
     """
 
-    #: Attributes that are pickled, besides the expected fingerprint.
-    _pickled: tuple[str, ...] = ("_list", "_columns")
+    is_persistent = True
     #: Whether runs are cut into blocks.
     _cuts_runs = True
 
-    def __init__(self, files: FileList | None, columns: Sequence[str] | None) -> None:
-        self._list = files
+    def __init__(self, files: Sequence[str], columns: Sequence[str] | None) -> None:
+        self.files = files
         self._columns = check_column_list("columns", columns)
         self._expected: str | None = None
         self._reset()
@@ -137,24 +116,22 @@ class FileSource(Source):
     def _reset(self) -> None:
         self._blocks: Blocks | None = None
         self._marks: list[str] = []
+        self._stamps: list[Sequence[int] | None] = []
         self._fingerprint = ""
         self._lock = threading.Lock()
+        #: The file or record batch that each thread keeps for the next block.
+        self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: self.__dict__[name] for name in self._pickled}
-        return {**state, "_expected": self._fingerprint or self._expected}
+        # Compressed: thousands of numbered files take a few KB.
+        files = zlib.compress(os.fsencode("\0".join(self.files)), 9)
+        expected = self._fingerprint or self._expected
+        return {"files": files, "_columns": self._columns, "_expected": expected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.files = os.fsdecode(zlib.decompress(state["files"])).split("\0")
         self._reset()
-
-    @property
-    def files(self) -> list[str]:
-        return ["table"] if self._list is None else self._list.paths
-
-    @property
-    def is_persistent(self) -> bool:  # type: ignore[override]
-        return self._list is not None
 
     @abstractmethod
     def _read_metadata(self) -> list[FileMetadata]:
@@ -164,12 +141,10 @@ class FileSource(Source):
         if self._blocks is None:  # without the lock, which a fork could copy in the locked state
             with self._lock:
                 if self._blocks is None:
-                    self._create_blocks(self._read_metadata())
-        assert self._blocks is not None
+                    self._blocks = self._create_blocks(self._read_metadata())
         return self._blocks
 
-    def _create_blocks(self, metadata: Sequence[FileMetadata]) -> None:
-        blocks = cut_blocks(metadata, BLOCK_BYTES if self._cuts_runs else None)
+    def _create_blocks(self, metadata: Sequence[FileMetadata]) -> Blocks:
         digest = hashlib.blake2b(digest_size=8)
         for path, file in zip(self.files, metadata, strict=True):
             name = path.replace("\\", "/").rsplit("/", 1)[-1]
@@ -182,11 +157,19 @@ class FileSource(Source):
                 self.files[0],
             )
         self._marks = [file.mark for file in metadata]
-        self._fingerprint, self._blocks = fingerprint, blocks
+        self._stamps = [file.stamp for file in metadata]
+        self._fingerprint = fingerprint
+        return cut_blocks(metadata, BLOCK_BYTES if self._cuts_runs else None)
 
     def compute_fingerprint(self) -> str:
         self.list_blocks()
         return self._fingerprint
+
+    def check_unchanged(self, file: int, compute_mark: Callable[[], str]) -> None:
+        """Raise ``DataError`` if a file has changed since its metadata was read."""
+        path, stamp = self.files[file], self._stamps[file]
+        if (stamp is None or stamp != stamp_file(path)) and compute_mark() != self._marks[file]:
+            raise create_change_error(path)
 
     def identify_file(self, file: int) -> str:
         self.list_blocks()
@@ -197,7 +180,17 @@ class FileSource(Source):
 
     def find_folder(self, file: int) -> str | None:
         path = self.files[file]
-        return None if self._list is None or is_remote(path) else os.path.dirname(path)
+        return os.path.dirname(path) if self.is_persistent and not is_remote(path) else None
+
+
+def create_change_error(path: str, row: int = -1) -> DataError:
+    """Return the error for a file that was changed."""
+    return DataError(
+        f"{path} has changed its size or content since the dataset was created. Don't write to the"
+        " files of a run.",
+        path,
+        row,
+    )
 
 
 def cut_blocks(metadata: Sequence[FileMetadata], block_bytes: int | None) -> Blocks:

@@ -6,14 +6,13 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from miniray.data.filter.store import get_cache_folder
+from miniray.files import replace_atomically
 
 _VERSION = 1
 _THREADS = 16
@@ -27,7 +26,7 @@ class FileMetadata(NamedTuple):
 
     ``mark`` is the same for a copy of the file. ``schema`` is the serialized Arrow schema as
     hexadecimal digits, empty for formats without one. ``dictionaries`` are columns to be read as
-    Arrow dictionaries.
+    Arrow dictionaries. While the file has ``stamp``, it hasn't changed; None if that isn't certain.
     """
 
     rows: Sequence[int]
@@ -35,6 +34,7 @@ class FileMetadata(NamedTuple):
     mark: str = ""
     schema: str = ""
     dictionaries: Sequence[str] = ()
+    stamp: Sequence[int] | None = None
 
 
 class MetadataIndex:
@@ -55,43 +55,44 @@ class MetadataIndex:
 
         ``key`` identifies what else the metadata depends on: the format and the columns.
         """
-        if len(paths) < self._min_files or any("://" in path for path in paths):
-            return _read_all(paths, read_metadata)
+        stamps = {path: stamp_file(path) for path in paths}
+        is_used = len(paths) >= self._min_files and None not in stamps.values()
         text = json.dumps([_VERSION, key, list(paths)])
         name = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-        path = self._directory / f"{name}.json"
-        entries, schemas = _read_index(path)
-        stamps = {file: _stamp(file) for file in paths}
-        found: dict[str, FileMetadata] = {}
-        for file in paths:
-            entry = entries.get(file)
-            if entry is not None and stamps[file] is not None and entry[0] == stamps[file]:
-                rows, nbytes, mark, schema, dictionaries = entry[1:]
-                found[file] = FileMetadata(rows, nbytes, mark, schemas[schema], dictionaries)
-        missing = [file for file in paths if file not in found]
+        index = self._directory / f"{name}.json"
+        entries = _read_index(index) if is_used else {}
+        found = {path: entry for path, entry in entries.items() if entry.stamp == stamps.get(path)}
+        missing = [path for path in paths if path not in found]
         if missing:
-            found.update(zip(missing, _read_all(missing, read_metadata), strict=True))
             # A file that changes while it is read, or could change again within the resolution of
             # its times, gets no entry.
             latest = time.time_ns() - _RACY_NS
-            settled = {
-                file: metadata
-                for file, metadata in found.items()
-                if (stamp := stamps[file]) is not None
-                and stamp == _stamp(file)
-                and max(stamp[2:]) < latest
-            }
-            if settled:
-                _write_index(path, settled, stamps)
-        return [found[file] for file in paths]
+            for path, metadata in zip(missing, _read_all(missing, read_metadata), strict=True):
+                stamp = stamps[path]
+                if stamp is not None and (max(stamp[2:]) >= latest or stamp != stamp_file(path)):
+                    stamp = None
+                found[path] = metadata._replace(stamp=stamp)
+            settled = {path: found[path] for path in paths if found[path].stamp is not None}
+            if is_used and settled:
+                _write_index(index, settled)
+        return [found[path] for path in paths]
 
 
-def _stamp(path: str) -> list[int] | None:
-    """Return size, inode and times of a file. Any write changes them."""
+def get_cache_folder() -> Path:
+    """Return the directory for caches of all kinds."""
+    given = os.environ.get("MINIRAY_CACHE")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "miniray"
+
+
+def stamp_file(path: str) -> list[int] | None:
+    """Return size, inode and times of a local file, any of which a write changes."""
     try:
         status = os.stat(path)
     except OSError:
-        return None  # reading the file raises the error
+        return None  # remote, or reading the file raises the error
     return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
@@ -104,35 +105,27 @@ def _read_all(
         return list(pool.map(read_metadata, paths))
 
 
-def _read_index(path: Path) -> tuple[dict[str, Any], list[str]]:
+def _read_index(path: Path) -> dict[str, FileMetadata]:
     try:
         content = json.loads(path.read_bytes())
-        return content["files"], content["schemas"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}, []  # missing, or damaged: it is written again
+        schemas = content["schemas"]
+        return {
+            name: FileMetadata(rows, nbytes, mark, schemas[schema], dictionaries, stamp)
+            for name, (stamp, rows, nbytes, mark, schema, dictionaries) in content["files"].items()
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}  # missing, or damaged: it is written again
 
 
-def _write_index(
-    path: Path, metadata: dict[str, FileMetadata], stamps: dict[str, list[int] | None]
-) -> None:
+def _write_index(path: Path, metadata: Mapping[str, FileMetadata]) -> None:
     schemas = list(dict.fromkeys(file.schema for file in metadata.values()))
     numbers = {schema: number for number, schema in enumerate(schemas)}
     files = {
-        name: [
-            stamps[name],
-            list(file.rows),
-            list(file.nbytes),
-            file.mark,
-            numbers[file.schema],
-            list(file.dictionaries),
-        ]
+        name: [file.stamp, file.rows, file.nbytes, file.mark, numbers[file.schema],
+               file.dictionaries]
         for name, file in metadata.items()
-    }
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    }  # fmt: skip
     with contextlib.suppress(OSError):  # without a cache, the metadata is read at every start
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(json.dumps({"schemas": schemas, "files": files}))
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        content = json.dumps({"schemas": schemas, "files": files})
+        replace_atomically(path, content.encode(), sync=False)

@@ -6,44 +6,16 @@ thread-safe. The source has random access, so ``shuffle=True`` is a global shuff
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 from miniray.data.locations import Blocks
-from miniray.data.sources.base import Source
+from miniray.data.sources.base import LazyRows, Source
 from miniray.errors import DataError, RowError
 
 _BLOCK_ROWS = 4096
-
-
-class IndexedRows(Sequence[Any]):
-    """Rows of a block, read when they are accessed."""
-
-    def __init__(
-        self, data: Any, name: str, rows: range, columns: Sequence[str] | None = None
-    ) -> None:
-        self._data, self._name, self._rows, self._columns = data, name, rows, columns
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return IndexedRows(self._data, self._name, self._rows[index], self._columns)
-        number = self._rows[index]
-        try:
-            row = self._data[number]
-            columns = self._columns
-            return row if columns is None else {name: row[name] for name in columns}
-        except Exception as error:  # user code can raise anything
-            raise RowError(
-                f"{self._name}, row {number}: {type(error).__name__}: {error}", self._name, number
-            ) from error
 
 
 class IndexedSource(Source):
@@ -61,27 +33,33 @@ class IndexedSource(Source):
                 " ArrowDataset(...)."
             )
         self._data = data
-        self._name = name or type(data).__name__
+        self.files = [name or type(data).__name__]
         count = len(data)
         starts = range(0, count, _BLOCK_ROWS)
         zeros = [0] * len(starts)
         rows = [min(_BLOCK_ROWS, count - start) for start in starts]
         self._blocks = Blocks(zeros, zeros, starts, rows, zeros)
 
-    @property
-    def files(self) -> list[str]:
-        return [self._name]
-
     def list_blocks(self) -> Blocks:
         return self._blocks
 
     def compute_fingerprint(self) -> str:
-        text = f"{self._name} {self._blocks.total_rows}"
+        text = f"{self.files[0]} {self._blocks.total_rows}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def list_columns(self) -> None:
         return None
 
-    def read_block(self, block: int, columns: Sequence[str] | None = None) -> IndexedRows:
+    def read_block(self, block: int, columns: Sequence[str] | None = None) -> LazyRows:
         first, count = int(self._blocks.first_row[block]), int(self._blocks.rows[block])
-        return IndexedRows(self._data, self._name, range(first, first + count), columns)
+        return LazyRows(functools.partial(self._read_row, columns), range(first, first + count))
+
+    def _read_row(self, columns: Sequence[str] | None, number: int) -> Any:
+        try:
+            row = self._data[number]
+            return row if columns is None else {name: row[name] for name in columns}
+        except Exception as error:  # user code can raise anything
+            name = self.files[0]
+            raise RowError(
+                f"{name}, row {number}: {type(error).__name__}: {error}", name, number
+            ) from error

@@ -20,11 +20,13 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 
-from miniray.data.filter.store import get_cache_folder
 from miniray.data.locations import Blocks, cumulate
 from miniray.data.observers import cache_hooks, preparing, report_preparation
 from miniray.data.sources.base import BLOCK_BYTES, Source, parse_bytes
+from miniray.data.sources.footers import get_cache_folder
+from miniray.data.sources.schemas import decode_dictionaries
 from miniray.errors import DataError
+from miniray.files import lock_file
 
 _VERSION = 1
 _ROWS_KEY = b"miniray.rows"
@@ -64,32 +66,25 @@ class RowCache:
         """Return a mapped copy of ``source``. Build the copy first if it doesn't exist."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{compute_key(source)}.arrow"
-        for attempt in (1, 2):
+        for is_last in (False, True):
             with preparing():
                 lock = self._lock_entry(path, source)
-            os.utime(path)
             try:
+                os.utime(path)
                 cached = CachedSource(source, path, lock)
-                for hook in cache_hooks:
-                    hook(str(path.absolute()), path.stat().st_size)
-                return cached
+                break
             except (OSError, pa.ArrowException, ValueError) as error:
-                # Damaged. Only a process that is its single user may delete it.
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    is_shared = True
-                else:
-                    is_shared = False
-                    path.unlink(missing_ok=True)
                 lock.close()
-                if is_shared or attempt == 2:
+                if is_last:
                     raise DataError(
                         f"{path} in the row cache is damaged: {error}. End the processes that use"
                         " it and delete the file.",
                         str(path),
                     ) from error
-        raise AssertionError
+                _delete_unused(path)
+        for hook in cache_hooks:
+            hook(str(path.absolute()), path.stat().st_size)
+        return cached
 
     def list_entries(self) -> list[CacheEntry]:
         """Return the copies, least recently used first."""
@@ -97,19 +92,13 @@ class RowCache:
         for path in self.directory.glob("*.arrow"):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
-                with _try_lock(path.with_suffix(".lock")) as is_free:
+                with _try_lock(path) as is_free:
                     entries.append(CacheEntry(path, status.st_size, status.st_mtime, not is_free))
         return sorted(entries, key=lambda entry: entry.used)
 
     def clear(self) -> list[CacheEntry]:
         """Delete the copies that no process uses and return them."""
-        deleted = []
-        for entry in self.list_entries():
-            with _try_lock(entry.path.with_suffix(".lock")) as is_free:
-                if is_free:
-                    entry.path.unlink(missing_ok=True)
-                    deleted.append(entry)
-        return deleted
+        return [entry for entry in self.list_entries() if _delete_unused(entry.path)]
 
     # -- building --------------------------------------------------------------------------------
 
@@ -118,10 +107,10 @@ class RowCache:
         lock = open(path.with_suffix(".lock"), "a+")
         try:
             while True:
-                _flock(lock, fcntl.LOCK_SH)
+                _wait_for_lock(lock, fcntl.LOCK_SH)
                 if path.exists():
                     return lock
-                _flock(lock, fcntl.LOCK_EX)  # not atomic: a different process may have built it
+                _wait_for_lock(lock, fcntl.LOCK_EX)  # not atomic: another process may have built it
                 if not path.exists():
                     lock.truncate(0)
                     lock.write(f"{os.getpid()}")
@@ -141,12 +130,9 @@ class RowCache:
         temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
         _print(f"Copying {blocks.total_rows:,} rows of {name} to {self.directory}")
         try:
-            with _hold(self.directory / "directory.lock"):
-                self._make_room(needed, name)
-                with open(temporary, "wb") as file:
-                    # Reserve the space: a different builder counts the size of this file.
-                    os.truncate(file.fileno(), needed)
-            self._write(source, temporary, name)
+            with open(temporary, "wb") as file:
+                self._reserve(file, needed, needed, name)
+                self._write(source, file, needed, name)
             os.chmod(temporary, 0o444)
             os.replace(temporary, path)
         except OSError as error:
@@ -157,26 +143,27 @@ class RowCache:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _make_room(self, needed: int, name: str) -> None:
-        """Delete least recently used copies until ``needed`` bytes fit."""
-        free = shutil.disk_usage(self.directory).free
-        used = 0
-        for file in [*self.directory.glob("*.arrow"), *self.directory.glob("*.tmp")]:
-            with contextlib.suppress(FileNotFoundError):
-                status = file.stat()
-                used += status.st_size
-                if file.suffix == ".tmp":  # reserved, but not yet written
-                    free -= max(0, status.st_size - 512 * status.st_blocks)
-        available = min(free, self.max_bytes - used)
-        for entry in self.list_entries():
-            if available >= needed:
-                return
-            with _try_lock(entry.path.with_suffix(".lock")) as is_free:
-                if is_free:
-                    entry.path.unlink(missing_ok=True)
+    def _reserve(self, file: IO[bytes], size: int, needed: int, name: str) -> None:
+        """Extend a temporary file to ``size``, which other builders count, if ``needed`` fits.
+
+        Least recently used copies are deleted to make room.
+        """
+        with lock_file(self.directory / "directory.lock"):
+            free = shutil.disk_usage(self.directory).free
+            used = 0
+            for path in [*self.directory.glob("*.arrow"), *self.directory.glob("*.tmp")]:
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    used += status.st_size
+                    if path.suffix == ".tmp":  # reserved, but not yet written
+                        free -= max(0, status.st_size - 512 * status.st_blocks)
+            available = min(free, self.max_bytes - used)
+            for entry in self.list_entries():
+                if available < needed and _delete_unused(entry.path):
                     available += entry.nbytes
-        if available < needed:
-            raise self._create_full_error(name, needed, available)
+            if available < needed:
+                raise self._create_full_error(name, needed, available)
+            os.truncate(file.fileno(), size)
 
     def _create_full_error(self, name: str, needed: int, available: int) -> CacheFullError:
         return CacheFullError(
@@ -185,30 +172,24 @@ class RowCache:
             " use shuffle='window'."
         )
 
-    def _write(self, source: Source, path: Path, name: str) -> None:
-        """Write all rows to ``path``. Estimates may be too small."""
+    def _write(self, source: Source, file: IO[bytes], limit: int, name: str) -> None:
+        """Write all rows. ``limit`` is the reserved space, which is an estimate."""
         rows = source.list_blocks().total_rows
-        limit = path.stat().st_size
+        metadata = {_ROWS_KEY: str(rows).encode()}
         writer: Any = None
-        with open(path, "r+b") as file:
-            for batch in _iter_batches(source):
-                if writer is None:
-                    schema = batch.schema.with_metadata({_ROWS_KEY: str(rows).encode()})
-                    writer = pa.ipc.new_file(file, schema)
-                writer.write_batch(batch)
-                report_preparation()
-                if file.tell() > limit:
-                    with _hold(self.directory / "directory.lock"):
-                        self._make_room(limit // 8 + BLOCK_BYTES, name)
-                        limit = file.tell() + limit // 8 + BLOCK_BYTES
-                        os.truncate(file.fileno(), limit)
-            if writer is None:
-                empty: Any = pa.schema([], metadata={_ROWS_KEY: b"0"})
-                writer = pa.ipc.new_file(file, empty)
-            writer.close()
-            file.flush()
-            file.truncate(file.tell())
-            os.fsync(file.fileno())
+        for batch in _iter_batches(source):
+            writer = writer or pa.ipc.new_file(file, batch.schema.with_metadata(metadata))
+            writer.write_batch(batch)
+            report_preparation()
+            if file.tell() > limit:
+                more = limit // 8 + BLOCK_BYTES
+                limit = file.tell() + more
+                self._reserve(file, limit, more, name)
+        writer = writer or pa.ipc.new_file(file, pa.schema([], metadata))
+        writer.close()
+        file.flush()
+        file.truncate(file.tell())
+        os.fsync(file.fileno())
 
 
 class CachedSource(Source):
@@ -220,7 +201,7 @@ class CachedSource(Source):
     random_access = True
 
     def __init__(self, source: Source, path: Path, lock: IO[str]) -> None:
-        self.kind, self._source, self._lock = source.kind, source, lock
+        self.kind, self.files, self._source, self._lock = source.kind, source.files, source, lock
         with pa.memory_map(str(path)) as file:
             reader = pa.ipc.open_file(file)
             self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
@@ -233,10 +214,6 @@ class CachedSource(Source):
             raise ValueError(f"it has {sum(sizes)} of {expected} rows")
         zeros = [0] * len(sizes)
         self._blocks = Blocks(zeros, range(len(sizes)), cumulate(sizes)[:-1], sizes, zeros)
-
-    @property
-    def files(self) -> Sequence[str]:
-        return self._source.files
 
     def list_blocks(self) -> Blocks:
         return self._blocks
@@ -271,45 +248,32 @@ def compute_key(source: Source) -> str:
 def _iter_batches(source: Source) -> Iterator[Any]:
     """Yield all rows in record batches of about 8 MB; rows of small blocks are combined."""
     parts: list[Any] = []
-    nbytes = 0
     for block in range(len(source.list_blocks())):
-        rows = source.read_block(block)
-        step = _DECODE_ROWS if any(map(_is_dictionary, getattr(rows, "schema", ()))) else len(rows)
-        start = 0
-        while start < len(rows):
-            batch = _decode_dictionaries(source.encode_rows(rows[start : start + step]))
-            start += step
-            per_row = max(1, batch.nbytes // max(1, batch.num_rows))
-            step = step if step == len(rows) else max(1, min(len(rows), BLOCK_BYTES // per_row))
+        for batch in _decode_in_steps(source.encode_block(block)):
             parts.append(batch)
-            nbytes += batch.nbytes
-            if nbytes >= BLOCK_BYTES:
+            if sum(part.nbytes for part in parts) >= BLOCK_BYTES:
                 yield pa.concat_batches(parts)
-                parts, nbytes = [], 0
+                parts = []
         pa.default_memory_pool().release_unused()
     if parts:
         yield pa.concat_batches(parts)
 
 
-def _is_dictionary(field: Any) -> bool:
-    return bool(pa.types.is_dictionary(field.type))
-
-
-def _decode_dictionaries(batch: Any) -> Any:
-    """Convert dictionary columns to their values: an IPC file can't replace dictionaries."""
-    if not any(map(_is_dictionary, batch.schema)):
-        return batch
-    columns = [
-        column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-        for column in batch.columns
-    ]
-    return pa.RecordBatch.from_arrays(columns, batch.schema.names)
+def _decode_in_steps(batch: Any) -> Iterator[Any]:
+    """Yield the rows of a block without dictionaries, which an IPC file can't replace."""
+    is_decoded = not any(pa.types.is_dictionary(kind) for kind in batch.schema.types)
+    start, step = 0, batch.num_rows if is_decoded else _DECODE_ROWS
+    while start < batch.num_rows:
+        part = decode_dictionaries(batch.slice(start, step))
+        yield part
+        start += step
+        step = max(1, BLOCK_BYTES * part.num_rows // max(1, part.nbytes))
 
 
 # -- locks -----------------------------------------------------------------------------------------
 
 
-def _flock(lock: IO[str], operation: int) -> None:
+def _wait_for_lock(lock: IO[str], operation: int) -> None:
     """Wait for a lock while its holder builds the copy. Log the holder after 5 s."""
     path = Path(lock.name)
     begin, seen = time.monotonic(), -1
@@ -319,7 +283,10 @@ def _flock(lock: IO[str], operation: int) -> None:
             return fcntl.flock(lock, operation | fcntl.LOCK_NB)
         except BlockingIOError:
             pass
-        written = sum(_count_written(file) for file in path.parent.glob(f"{path.stem}.*.tmp"))
+        written = 0
+        for temporary in path.parent.glob(f"{path.stem}.*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                written += temporary.stat().st_blocks
         if written != seen:
             report_preparation()
             seen = written
@@ -330,34 +297,26 @@ def _flock(lock: IO[str], operation: int) -> None:
         time.sleep(_POLL_S)
 
 
-def _print(text: str) -> None:
-    if sys.stderr is not None:
-        print(f"row cache: {text}", file=sys.stderr, flush=True)
-
-
-def _count_written(file: Path) -> int:
-    """Return the written bytes of a file whose space is reserved."""
-    try:
-        return 512 * file.stat().st_blocks
-    except FileNotFoundError:
-        return 0
-
-
-@contextlib.contextmanager
-def _hold(path: Path) -> Iterator[None]:
-    """Hold the exclusive lock of ``path``."""
-    with open(path, "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 @contextlib.contextmanager
 def _try_lock(path: Path) -> Iterator[bool]:
-    """Yield whether the exclusive lock of ``path`` was free. It is held in the meantime."""
-    with open(path, "a") as lock:
+    """Yield whether no process uses a copy. It is locked in the meantime."""
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(lock_file(path.with_suffix(".lock"), wait=False))
         except BlockingIOError:
             yield False
         else:
             yield True
+
+
+def _delete_unused(path: Path) -> bool:
+    """Delete a copy unless a process uses it. Return whether it was deleted."""
+    with _try_lock(path) as is_free:
+        if is_free:
+            path.unlink(missing_ok=True)
+    return is_free
+
+
+def _print(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"row cache: {text}", file=sys.stderr, flush=True)

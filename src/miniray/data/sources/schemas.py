@@ -6,7 +6,7 @@ as ``null``. Files are read as the type that can hold all of them. Other differe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -18,13 +18,57 @@ _TEXT = {pa.string(), pa.large_string()}
 _BYTES = {pa.binary(), pa.large_binary()}
 
 
-def find_common_types(
+class CommonSchema:
+    """Column names and types as which to read all files.
+
+    Args:
+        schemas: File and schema, for files that differ in their schema.
+        columns: Columns to check, or None for all.
+
+    Raises:
+        DataError: There is no common type. Names the file and the column.
+    """
+
+    def __init__(self, schemas: Sequence[tuple[str, Any]], columns: Sequence[str] | None) -> None:
+        self.names: list[str] = schemas[0][1].names
+        types = _find_common_types(schemas, columns)
+        #: Types of columns that aren't the same in all files.
+        self._casts = {
+            name: kind
+            for name, kind in types.items()
+            if any(str(schema.field(name).type) != str(kind) for _, schema in schemas)
+        }
+
+    def select(self, batch: Any, names: Sequence[str], path: str) -> Any:
+        """Return columns of a record batch in their common types.
+
+        Without metadata and null flags, so that batches of different files have the same schema.
+        """
+        try:
+            columns = [batch.column(name) for name in names]
+        except KeyError:
+            select_columns(batch.schema.names, names, path)
+            raise
+        if self._casts:
+            kinds = [self._casts.get(name) for name in names]
+            columns = [c.cast(kind) if kind else c for c, kind in zip(columns, kinds, strict=True)]
+        return pa.RecordBatch.from_arrays(columns, names)
+
+
+def decode_dictionaries(batch: Any, names: Collection[str] | None = None) -> Any:
+    """Convert dictionary columns, or those in ``names``, to their values."""
+    columns = [
+        column.dictionary_decode()
+        if pa.types.is_dictionary(column.type) and (names is None or name in names)
+        else column
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(columns, batch.schema.names)
+
+
+def _find_common_types(
     schemas: Sequence[tuple[str, Any]], columns: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Return the types as which to read ``columns`` (or all). ``schemas`` are (file, schema).
-
-    Raises ``DataError`` that names the file and the column if there is no common type.
-    """
     (first, expected), *_ = schemas
     types: dict[str, Any] = {}
     for path, schema in schemas:
@@ -37,7 +81,10 @@ def find_common_types(
                     f"{path} has more than one column {name!r}. Rename one of them.", path
                 )
             other = schema.field(name).type
-            common = _find_common_type(types.get(name, other), other)
+            try:
+                common = _find_common_type(types.get(name, other), other)
+            except UnicodeDecodeError:  # a damaged name of a nested field
+                common = None
             if common is None:
                 raise DataError(
                     f"Mixed schemas: column {name!r} is {types[name]} in {first} and {other} in"
@@ -46,15 +93,6 @@ def find_common_types(
                 )
             types[name] = common
     return types
-
-
-def cast(batch: Any, types: Mapping[str, Any]) -> Any:
-    """Cast the columns of a record batch to ``types``."""
-    fields = list(batch.schema)
-    if all(str(types.get(field.name, field.type)) == str(field.type) for field in fields):
-        return batch
-    columns = [batch.column(f.name).cast(types.get(f.name, f.type)) for f in fields]
-    return pa.RecordBatch.from_arrays(columns, batch.schema.names)
 
 
 def _raise_missing(first: str, expected: list[str], path: str, names: list[str]) -> None:

@@ -1,5 +1,6 @@
 """Thrift's compact protocol, in which Parquet footers are written. Structs become dicts.
 
+pyarrow parses footers as well, but asking it for damaged metadata of a column aborts the process.
 The bytes can be damaged, so reading can raise any of ``DAMAGED``. It takes time in proportion to
 the number of bytes.
 """
@@ -16,94 +17,51 @@ _TRUE, _FALSE, _BYTE, _I16, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = (
 #: Errors of reading damaged bytes, and of looking for fields that they don't have.
 DAMAGED = (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError)
 
-#: Numbers of the fields to read, each with the fields of its structs. None selects all.
+#: Numbers of the fields to keep, each with the fields of its structs. None keeps all.
 Wanted = Mapping[int, Any] | None
 
 
-def read_struct(
-    data: bytes, at: int, wanted: Wanted = None, until: int | None = None
-) -> tuple[dict[int, Any], int]:
-    """Return the fields of a struct by number and the offset of its end.
-
-    Stops after field ``until``.
-    """
+def read_struct(data: bytes, at: int, wanted: Wanted = None) -> tuple[dict[int, Any], int]:
+    """Return the fields of a struct by number and the offset of its end."""
     fields: dict[int, Any] = {}
     number = 0
-    while number != until:
-        head = data[at]
-        at += 1
-        if not head:
-            break
-        kind = head & 15
-        if head > 15:
-            number += head >> 4
+    while head := data[at]:
+        kind, step, at = head & 15, head >> 4, at + 1
+        if step:
+            number += step
         else:
             number, at = _read_integer(data, at)
-        if wanted is not None and number not in wanted:
-            at = _skip(data, at, kind)
-        elif kind in (_TRUE, _FALSE):
-            fields[number] = kind == _TRUE
+        inner = wanted and wanted.get(number)
+        if kind in (_TRUE, _FALSE):
+            value: Any = kind == _TRUE
         else:
-            fields[number], at = _read_value(data, at, kind, wanted and wanted[number])
-    return fields, at
+            value, at = _read_value(data, at, kind, inner)
+        if wanted is None or number in wanted:
+            fields[number] = value
+    return fields, at + 1
 
 
 def _read_value(data: bytes, at: int, kind: int, wanted: Wanted) -> tuple[Any, int]:
     if _I16 <= kind <= _I64:
         return _read_integer(data, at)
+    if kind == _BINARY:
+        size, at = _read_varint(data, at)
+        return data[at : at + size], at + size
     if kind == _STRUCT:
         return read_struct(data, at, wanted)
     if kind in (_LIST, _SET):
-        item_kind, size, at = _read_list_head(data, at)
+        item_kind, size, at = data[at] & 15, data[at] >> 4, at + 1
+        if size == 15:
+            size, at = _read_varint(data, at)
         items = []
         for _ in range(size):
             item, at = _read_value(data, at, item_kind, wanted)
             items.append(item)
         return items, at
-    end = _skip(data, at, kind)
-    if end > len(data):
-        raise IndexError(f"{end - at} bytes at {at} of {len(data)}")
-    if kind == _BINARY:
-        _, at = _read_varint(data, at)
-    return data[at:end], end
-
-
-def _read_list_head(data: bytes, at: int) -> tuple[int, int, int]:
-    """Return the kind of the items, their number and the offset of the first one."""
-    kind, size = data[at] & 15, data[at] >> 4
-    if size < 15:
-        return kind, size, at + 1
-    size, at = _read_varint(data, at + 1)
-    return kind, size, at
-
-
-def _skip(data: bytes, at: int, kind: int) -> int:
-    """Return the offset of the end of a value."""
-    if _I16 <= kind <= _I64:
-        while data[at] > 127:
-            at += 1
-        return at + 1
-    if kind == _BINARY:
-        size, at = _read_varint(data, at)
-        return at + size
-    if kind == _STRUCT:
-        while head := data[at]:
-            at += 1
-            if head < 16:
-                _, at = _read_varint(data, at)
-            if head & 15 > _FALSE:
-                at = _skip(data, at, head & 15)
-        return at + 1
-    if kind in (_LIST, _SET):
-        kind, size, at = _read_list_head(data, at)
-        for _ in range(size):
-            at = _skip(data, at, kind)
-        return at
-    if kind in (_TRUE, _FALSE, _BYTE):  # the first two only in lists
-        return at + 1
-    if kind == _DOUBLE:
-        return at + 8
-    raise ValueError(f"Parquet has no fields of kind {kind}")
+    size = {_TRUE: 1, _FALSE: 1, _BYTE: 1, _DOUBLE: 8}[kind]  # the first two only in lists
+    if at + size > len(data):
+        raise IndexError(f"{size} bytes at {at} of {len(data)}")
+    return data[at : at + size], at + size
 
 
 def _read_integer(data: bytes, at: int) -> tuple[int, int]:
@@ -113,6 +71,8 @@ def _read_integer(data: bytes, at: int) -> tuple[int, int]:
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     """Return an unsigned number, which has seven bits per byte, and the offset of its end."""
+    if (byte := data[at]) < 128:  # most of them
+        return byte, at + 1
     found = shift = 0
     while shift < 70:
         byte = data[at]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -12,9 +11,11 @@ from miniray.data.locations import Blocks
 from miniray.data.plan.order import SEQUENTIAL_BYTES, WINDOW_BYTES
 from miniray.data.plan.shard import split_evenly
 from miniray.data.sources.base import BLOCK_BYTES
+from miniray.data.sources.chunks import find_leaves
 from miniray.data.sources.files import Spec
 from miniray.data.sources.parquet import ParquetSource
 from miniray.data.sources.row_cache import RowCache, compute_key
+from miniray.data.sources.validation import open_file
 
 #: Memory of a process that has imported pyarrow, and of pages while they are decoded.
 _PROCESS_BYTES = 27_000_000
@@ -66,7 +67,9 @@ def inspect_files(
     """Describe Parquet files. Only footers are read."""
     source = ParquetSource(files, columns)
     blocks = source.list_blocks()
-    reports = [_describe_file(path, number, blocks) for number, path in enumerate(source.files)]
+    reports = [
+        _describe_file(path, number, blocks, columns) for number, path in enumerate(source.files)
+    ]
     cache = RowCache() if cache is None else cache
     is_cached = (cache.directory / f"{compute_key(source)}.arrow").exists()
     total, largest = int(blocks.nbytes.sum()), int(blocks.nbytes.max(initial=0))
@@ -84,31 +87,28 @@ def inspect_files(
     return Inspection(reports, orders, _give_advice(reports, world_size), is_cached)
 
 
-def _describe_file(path: str, number: int, blocks: Blocks) -> FileReport:
-    metadata = pq.read_metadata(path)
+def _describe_file(
+    path: str, number: int, blocks: Blocks, columns: Sequence[str] | None
+) -> FileReport:
     chosen = blocks.file == number
     runs, nbytes = blocks.run[chosen], blocks.nbytes[chosen]
     sizes = [int(nbytes[runs == run].sum()) for run in set(runs.tolist())]
-    groups = range(metadata.num_row_groups)
+    file = pq.ParquetFile(open_file(path))
+    metadata = file.metadata
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    # Only of columns that the source has checked: asking for others could end the process.
+    leaves = find_leaves(file.schema_arrow, columns, metadata.num_columns)
+    codecs = {group.column(i).compression.lower() for group in groups[:1] for i in leaves}
     return FileReport(
         path,
         metadata.created_by or "unknown",
-        _find_compression(metadata),
+        ", ".join(sorted(codecs)).replace("uncompressed", "none") or "none",
         metadata.num_rows,
         metadata.num_row_groups,
-        sum(metadata.row_group(i).total_byte_size for i in groups),
+        sum(group.total_byte_size for group in groups),
         int(nbytes.sum()),
         max(sizes, default=0),
     )
-
-
-def _find_compression(metadata: Any) -> str:
-    """Return the codecs of the first row group, which the source has checked."""
-    if not metadata.num_row_groups:
-        return "none"
-    group = metadata.row_group(0)
-    codecs = {group.column(i).compression for i in range(metadata.num_columns)}
-    return ", ".join(sorted(codecs)).lower().replace("uncompressed", "none")
 
 
 def _estimate_page_bytes(reports: Sequence[FileReport]) -> int:

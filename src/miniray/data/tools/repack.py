@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ import pyarrow.parquet as pq
 from miniray.data.sources.base import BLOCK_BYTES, parse_bytes
 from miniray.data.sources.files import Spec
 from miniray.data.sources.parquet import ParquetSource
-from miniray.data.sources.validation import release_unused
 from miniray.errors import DataError
 
 #: Rows per page, so that decoding a page takes little memory.
@@ -44,68 +44,46 @@ def repack_files(
         raise DataError(f"{directory} isn't an empty directory.", str(directory))
     directory.mkdir(parents=True, exist_ok=True)
     schema = pq.read_schema(source.files[0])
+    groups = _iter_row_groups(source, schema)
     written: list[Path] = []
-    writer: _FileWriter | None = None
-    try:
-        for batches in _iter_row_groups(source):
-            if writer is None:
-                path = directory / f"part-{len(written):05}.parquet"
-                writer = _FileWriter(path, schema)
-            writer.write(batches)
-            release_unused()
-            if writer.nbytes >= limit:
-                written.append(writer.close())
-                writer = None
-        if writer is None and not written:
-            writer = _FileWriter(directory / "part-00000.parquet", schema)
-        if writer is not None:
-            written.append(writer.close())
-            writer = None
-    finally:
-        if writer is not None:
-            writer.discard()
+    table = next(groups, None)
+    while table is not None or not written:
+        path = directory / f"part-{len(written):05}.parquet"
+        with _create_file(path, schema) as writer:
+            nbytes = 0
+            while table is not None and nbytes < limit:
+                writer.write_table(table, row_group_size=max(1, table.num_rows))
+                nbytes += table.nbytes
+                pa.default_memory_pool().release_unused()
+                table = next(groups, None)
+        written.append(path)
     return written
 
 
-def _iter_row_groups(source: ParquetSource) -> Iterator[list[Any]]:
-    """Yield blocks in groups of at most 8 MB. Blocks aren't cut, even if they are larger."""
+def _iter_row_groups(source: ParquetSource, schema: Any) -> Iterator[Any]:
+    """Yield tables of at most 8 MB. Blocks aren't cut, even if they are larger."""
     batches: list[Any] = []
     nbytes = 0
     for block in range(len(source.list_blocks())):
         batch = source.normalize(source.read_block(block))
         if batches and nbytes + batch.nbytes > BLOCK_BYTES:
-            yield batches
+            yield pa.Table.from_batches(batches).cast(schema)
             batches, nbytes = [], 0
         batches.append(batch)
         nbytes += batch.nbytes
     if batches:
-        yield batches
+        yield pa.Table.from_batches(batches).cast(schema)
 
 
-class _FileWriter:
-    """A Parquet file that appears under its name once it is complete."""
-
-    def __init__(self, path: Path, schema: Any) -> None:
-        self._path, self._schema = path, schema
-        self._temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-        self._writer = pq.ParquetWriter(self._temporary, schema, write_batch_size=_PAGE_ROWS)
-        self.nbytes = 0
-
-    def write(self, batches: list[Any]) -> None:
-        """Write one row group."""
-        table = pa.Table.from_batches(batches).cast(self._schema)
-        self._writer.write_table(table, row_group_size=max(1, table.num_rows))
-        self.nbytes += table.nbytes
-
-    def close(self) -> Path:
-        """Finish the file and return its path."""
-        self._writer.close()
-        with open(self._temporary, "rb") as file:
+@contextlib.contextmanager
+def _create_file(path: Path, schema: Any) -> Iterator[Any]:
+    """Create a Parquet file that appears under its name once it is complete."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        with pq.ParquetWriter(temporary, schema, write_batch_size=_PAGE_ROWS) as writer:
+            yield writer
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(self._temporary, self._path)
-        return self._path
-
-    def discard(self) -> None:
-        """Delete the unfinished file."""
-        self._writer.close()
-        self._temporary.unlink(missing_ok=True)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
