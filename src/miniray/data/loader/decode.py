@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Format = Literal["numpy", "torch", "arrow"]
 RowId = tuple[str, int]
+Outcome = tuple[Any, Exception | None]
 
 #: Marks a row, or a batch, that is left out because of an error in the transform.
 SKIPPED = object()
@@ -84,61 +85,48 @@ class Decoder:
 
     def start_batch(self, rows: Any, indices: Sequence[int], threads: DaemonPool) -> Future[Any]:
         """Decode a batch in threads, which divide its rows if there is a transform."""
-        count, workers = len(indices), len(threads.threads)
-        if self._transform is None or count < 2 or workers < 2:
-            return threads.submit(partial(self.decode_batch, rows, indices))
-        shares = min(count, workers)
-        ranges = [range(*split_evenly(count, share, shares)) for share in range(shares)]
-        decode = partial(self.decode_part, rows, indices)
+        shares = min(len(indices), len(threads.threads))
+        if self._transform is None or shares < 2:
+            return threads.submit(partial(self._decode_batch, rows, indices))
+        parts = [slice(*split_evenly(len(indices), share, shares)) for share in range(shares)]
         return join_futures(
-            [threads.submit(partial(decode, part)) for part in ranges], self.join_parts
+            [threads.submit(partial(self._decode_rows, rows[p], indices[p])) for p in parts],
+            self._collate_rows,
         )
 
-    def decode_batch(self, rows: Any, indices: Sequence[int]) -> tuple[Any, int]:
-        """Decode a batch in this thread. Return it with the number of its rows."""
-        if self._transform is None and self._collate is None:
-            if self._format == "arrow":
-                return to_table(rows), len(indices)
-            columns = to_columns(rows, lambda i: self._name_row(indices, i))
-            return self._format_columns(columns), len(indices)
-        return self.join_parts([self.decode_part(rows, indices, range(len(indices)))])
+    def _decode_batch(self, rows: Any, indices: Sequence[int]) -> tuple[Any, int]:
+        """Return a batch and the number of its rows."""
+        if self._transform is not None or self._collate is not None:
+            return self._collate_rows([self._decode_rows(rows, indices)])
+        if self._format == "arrow":
+            return to_table(rows), len(indices)
+        columns = to_columns(rows, lambda i: self._row_ids[indices[i]])
+        return self._format_columns(columns), len(indices)
 
-    def decode_part(self, rows: Any, indices: Sequence[int], part: range) -> list[Any]:
-        """Transform some rows of a batch."""
-        decoded = to_rows(
-            rows[part.start : part.stop], lambda i: self._name_row(indices, part.start + i)
-        )
+    def _decode_rows(self, rows: Any, indices: Sequence[int]) -> list[Any]:
+        """Return transformed rows."""
+        decoded = to_rows(rows, lambda i: self._row_ids[indices[i]])
         if self._transform is None:
             return decoded
         if self._pool is not None:
-            file, row = self._name_row(indices, part.start)
-            outcomes = self._pool.apply(decoded, file, row)
-            return [
-                value if error is None else self._handle_error(indices, i, error)
-                for i, (value, error) in zip(part, outcomes, strict=True)
-            ]
-        found = []
-        for i, row in zip(part, decoded, strict=True):
-            try:
-                found.append(self._transform(row))
-            except Exception as error:  # user code can raise anything
-                found.append(self._handle_error(indices, i, error))
-        return found
+            outcomes: Iterable[Outcome] = self._pool.apply(decoded, *self._row_ids[indices[0]])
+        else:
+            outcomes = map(partial(try_transform, self._transform), decoded)
+        return [
+            value if error is None else self._handle_error(self._row_ids[index], error)
+            for index, (value, error) in zip(indices, outcomes, strict=True)
+        ]
 
-    def _name_row(self, indices: Sequence[int], index: int) -> RowId:
-        return self._row_ids[indices[index]]
-
-    def _handle_error(self, indices: Sequence[int], index: int, error: BaseException) -> Any:
-        file, row = self._name_row(indices, index)
+    def _handle_error(self, row_id: RowId, error: Exception) -> Any:
         if self._skip:
-            self._skipped.add((file, row), error)
+            self._skipped.add(row_id, error)
             return SKIPPED
+        file, row = row_id
         raise RowError(
             f"{file}, row {row}: the transform raised {type(error).__name__}: {error}", file, row
         ) from error
 
-    def join_parts(self, parts: Sequence[list[Any]]) -> tuple[Any, int]:
-        """Collate transformed rows. Return the batch with the number of its rows."""
+    def _collate_rows(self, parts: Sequence[list[Any]]) -> tuple[Any, int]:
         rows = [row for part in parts for row in part if row is not SKIPPED]
         if not rows:
             return SKIPPED, 0
@@ -155,6 +143,14 @@ class Decoder:
         """End the processes that transform, because one of them doesn't return."""
         if self._pool is not None:
             self._pool.close(patience=0)
+
+
+def try_transform(transform: Callable[[Any], Any], row: Any) -> Outcome:
+    """Return the transformed row, or the error that the transform raised."""
+    try:
+        return transform(row), None
+    except Exception as error:  # user code can raise anything
+        return None, error
 
 
 def _to_tensor(column: Any) -> Any:

@@ -237,7 +237,6 @@ class DataLoader:
         """Return the same loader for a different rank. Nothing is read again."""
         other = copy.copy(self)
         other.dataset = self.dataset.shard(rank, world_size)
-        other.__setstate__(other.__getstate__())
         return other
 
     def __getstate__(self) -> dict[str, Any]:
