@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -14,8 +13,8 @@ import numpy as np
 from miniray.checks import check_bool, check_choice, check_int, suggest_options
 from miniray.data.dataset import Dataset
 from miniray.data.loader.batching import TokenBatches
-from miniray.data.loader.decode import SKIPPED, Decoder, Format, Skipped
-from miniray.data.loader.stream import BatchStream
+from miniray.data.loader.decode import Decoder, Format, Skipped
+from miniray.data.loader.stream import BatchStream, LoaderIterator
 from miniray.data.observers import observers
 from miniray.data.plan.progress import check_state
 from miniray.data.sources.base import select_columns
@@ -297,77 +296,3 @@ class DataLoader:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-
-class LoaderIterator(Iterator[Any]):
-    """One pass over the batches of a loader. Records what was delivered."""
-
-    def __init__(self, loader: DataLoader, stream: BatchStream) -> None:
-        self._loader = loader
-        #: Whether other ranks can take different numbers of rows, so that states must be merged.
-        self._is_alone = loader.tokens is not None
-        self._stream: BatchStream | None = stream
-        self._epoch = loader.epoch
-        self._is_displaced = False
-        # The threads don't refer to this object, so it is collected when the loop drops it.
-        self._finalizer = weakref.finalize(self, BatchStream.close, stream)
-
-    def __iter__(self) -> LoaderIterator:
-        return self
-
-    def __next__(self) -> Any:
-        while self._stream is not None:
-            try:
-                batch = self._stream.take()
-            except BaseException:
-                self.close()
-                raise
-            if batch is None:
-                is_complete = not self._is_displaced and self._stream is not None
-                self.close()
-                if is_complete:
-                    self._finish()
-                break
-            # With one batch fewer than other ranks, the state is valid for this rank only.
-            is_skipped = batch.content is SKIPPED
-            self._is_alone = self._is_alone or is_skipped
-            self._loader.dataset.record_taken(batch.taken, self._is_alone, batch.is_last)
-            if observers:
-                dataset = self._loader.dataset
-                numbers = dataset.number_positions(dataset.find_positions(batch.indices))
-                for observer in observers:
-                    observer.on_batch(self._loader, numbers, batch.num_rows)
-            if not is_skipped:
-                return batch.content
-        if self._is_displaced:
-            raise RuntimeError(
-                "This loop can't continue: a new loop over the loader was started, or set_epoch or"
-                " load_state_dict was called. Use loader.shard(rank, world_size) for a second"
-                " loader over the same rows."
-            )
-        raise StopIteration
-
-    def _finish(self) -> None:
-        loader = self._loader
-        loader.dataset.finish_epoch()
-        for observer in observers:
-            observer.on_pass_end(loader)
-        if loader.skipped.count:
-            warnings.warn(
-                f"Rows skipped by the end of epoch {self._epoch}: {loader.skipped.count},"
-                f" {loader.skipped.by_file()}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def close(self, is_displaced: bool = False) -> None:
-        """End the threads. Rows that were delivered stay delivered.
-
-        ``is_displaced``: The loop doesn't expect this and must not take it for the end.
-        """
-        self._is_displaced = is_displaced and self._stream is not None
-        self._stream = None
-        self._finalizer()

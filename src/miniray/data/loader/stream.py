@@ -10,8 +10,9 @@ import contextlib
 import os
 import time
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,8 +22,9 @@ import numpy as np
 from miniray.data.loader.batching import TokenBatches
 from miniray.data.loader.blocks import BlockBuffer
 from miniray.data.loader.columns import merge_rows, take_rows
-from miniray.data.loader.decode import Decoder, size_of
+from miniray.data.loader.decode import SKIPPED, Decoder, size_of
 from miniray.data.loader.threads import DaemonPool
+from miniray.data.observers import observers
 from miniray.data.sources.base import Source
 
 if TYPE_CHECKING:
@@ -201,3 +203,76 @@ class BatchStream:
         if batch_bytes is None:
             return False
         return pending < self._prefetch and (pending + 1) * batch_bytes <= self._limit_bytes
+
+
+class LoaderIterator(Iterator[Any]):
+    """One pass over the batches of a loader. Records what was delivered."""
+
+    def __init__(self, loader: DataLoader, stream: BatchStream) -> None:
+        self._loader = loader
+        #: Whether other ranks can take different numbers of rows, so that states must be merged.
+        self._is_alone = loader.tokens is not None
+        self._stream: BatchStream | None = stream
+        self._is_displaced = False
+        # The threads don't refer to this object, so it is collected when the loop drops it.
+        self._finalizer = weakref.finalize(self, BatchStream.close, stream)
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        while self._stream is not None:
+            try:
+                batch = self._stream.take()
+            except BaseException:
+                self.close()
+                raise
+            if batch is None:
+                is_complete = not self._is_displaced and self._stream is not None
+                self.close()
+                if is_complete:
+                    self._finish()
+                break
+            # With one batch fewer than other ranks, the state is valid for this rank only.
+            is_skipped = batch.content is SKIPPED
+            self._is_alone = self._is_alone or is_skipped
+            self._loader.dataset.record_taken(batch.taken, self._is_alone, batch.is_last)
+            if observers:
+                dataset = self._loader.dataset
+                numbers = dataset.number_positions(dataset.find_positions(batch.indices))
+                for observer in observers:
+                    observer.on_batch(self._loader, numbers, batch.num_rows)
+            if not is_skipped:
+                return batch.content
+        if self._is_displaced:
+            raise RuntimeError(
+                "This loop can't continue: a new loop over the loader was started, or set_epoch or"
+                " load_state_dict was called. Use loader.shard(rank, world_size) for a second"
+                " loader over the same rows."
+            )
+        raise StopIteration
+
+    def _finish(self) -> None:
+        loader, epoch = self._loader, self._loader.epoch
+        loader.dataset.finish_epoch()
+        for observer in observers:
+            observer.on_pass_end(loader)
+        if loader.skipped.count:
+            warnings.warn(
+                f"Rows skipped by the end of epoch {epoch}: {loader.skipped.count},"
+                f" {loader.skipped.by_file()}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def close(self, is_displaced: bool = False) -> None:
+        """End the threads. Rows that were delivered stay delivered.
+
+        ``is_displaced``: The loop doesn't expect this and must not take it for the end.
+        """
+        self._is_displaced = is_displaced and self._stream is not None
+        self._stream = None
+        self._finalizer()
