@@ -33,6 +33,8 @@ class DaemonPool:
         future: Future[Any] = Future()
         if self.threads:
             self._jobs.put((future, function))
+            if self._is_closed:  # by another thread, so the threads may have ended
+                future.cancel()
         else:
             _run_job(future, function)
         return future
@@ -62,6 +64,8 @@ class DaemonPool:
 
 
 def _run_job(future: Future[Any], function: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function())
     except BaseException as error:  # raised by ``future.result()``
