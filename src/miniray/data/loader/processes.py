@@ -72,17 +72,17 @@ class ProcessPool:
                     break
                 if attempt < _ATTEMPTS:
                     warnings.warn(
-                        f"a decode process ended while it transformed rows of {file}, from row"
-                        f" {row}. It was killed (out of memory?) or the transform crashed. The rows"
-                        " are transformed again in a new process",
+                        f"A decode process ended while it transformed rows of {file}, from row"
+                        f" {row}. It was killed, for example because memory ran out, or the"
+                        " transform crashed. The rows are transformed again in a new process.",
                         RuntimeWarning,
                         stacklevel=2,
                     )
             raise DataError(
                 f"{_ATTEMPTS} decode processes ended while they transformed the same {len(rows)}"
-                f" rows of {file}, from row {row}. They were killed (out of memory?), the transform"
-                " crashes, or it can't be loaded there. Scripts that use decode_processes need"
-                " `if __name__ == '__main__':` around what they run",
+                f" rows of {file}, from row {row}. They were killed, for example because memory ran"
+                " out, the transform crashes, or they can't load it. Scripts that use"
+                " decode_processes need `if __name__ == '__main__':` around the code that runs.",
                 file,
                 row,
             ) from lost
