@@ -1,6 +1,7 @@
 """Batches by tokens, groups kept together, mixtures."""
 
 import functools
+import itertools
 import json
 import operator
 
@@ -82,6 +83,22 @@ def test_exactly_once_over_any_history(lengths, history):
                 states.append(fresh.state_dict())
         state = json.loads(json.dumps(merge_states(states)))
     assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_states_at_the_ends_of_chunks_after_one_within_a_chunk():
+    seen, state = [], None
+    for steps in [1, 4, 4, None]:  # a chunk of 16 rows has four batches
+        states = []
+        for rank in range(2):
+            loader = by_tokens(texts([5] * 200, rank, 2), tokens=20)
+            if state is not None:
+                loader.load_state_dict(state)
+            seen += [
+                row for batch in itertools.islice(loader, steps) for row in batch["id"].tolist()
+            ]
+            states.append(loader.state_dict())
+        state = merge_states(states)
+    assert sorted(seen) == list(range(200))
 
 
 def test_one_ranks_state_is_not_enough():

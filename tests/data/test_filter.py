@@ -577,7 +577,7 @@ def test_a_slow_rank_shows_that_it_is_at_work(parquet_folder, monkeypatch):
     assert len(filtered(path, slow)) == 100
     # Items of 20 rows, with a heartbeat at each third row: after more than 0.25 s.
     assert len(touched) == 5 * 6
-    run = filtering.FilterRun(filtered(path)._source, slow, None, "name")
+    run = filtering.FilterRun(filtered(path).row_set.source, slow, None, "name")
     lock = parquet_folder / "lock"
     lock.touch()
     seen = []

@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 import warnings
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ import pytest
 
 from miniray.data import ArrowDataset, DataLoader, IndexedDataset, ParquetDataset
 from miniray.data.loader.decode import size_of
+from miniray.data.loader.threads import DaemonPool
 from miniray.data.plan import shard as parts
 from miniray.errors import DataError, RowError
 from tests.data.conftest import write_parquet
@@ -428,6 +430,15 @@ def test_a_loop_within_a_loop_is_not_taken_for_the_end_of_the_outer_one(parquet_
     assert len(list(third)) == 5
     assert len(list(loader)) == 5
     assert list(third) == []
+
+
+def test_work_for_closed_threads_is_cancelled():
+    pool = DaemonPool("miniray-read", 2)
+    assert pool.submit(lambda: 5).result(30) == 5
+    pool.close()
+    assert pool.join(time.monotonic() + 30) == []
+    with pytest.raises(CancelledError):
+        pool.submit(lambda: 5).result(30)
 
 
 HANGS = """

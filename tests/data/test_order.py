@@ -46,7 +46,7 @@ def test_parts_are_disjoint_complete_and_even(n, world):
 @given(block_lists, st.integers(), st.integers(0, 3), st.integers(1, 20_000), st.integers(0, 200))
 def test_orders_have_every_row_once(described, seed, epoch, window_bytes, most):
     blocks = make_blocks(described)
-    selection = Selection.from_all_rows(blocks).draw(most, seed)
+    selection = Selection(blocks).draw(most, seed)
     n = min(most, blocks.total_rows)
     assert selection.count == n
     for order in [
@@ -68,7 +68,7 @@ def test_orders_have_every_row_once(described, seed, epoch, window_bytes, most):
 @given(block_lists, st.integers(1, 20_000))
 def test_windows_hold_few_bytes_and_blocks_are_read_once(described, window_bytes):
     blocks = make_blocks(described)
-    selection = Selection.from_all_rows(blocks)
+    selection = Selection(blocks)
     order = WindowOrder(blocks, selection, 1, 0, window_bytes)
     seen = []
     for low, high in order.iter_ranges(0, order.n):
@@ -100,7 +100,7 @@ def test_groups_stay_whole(described, largest, window_bytes, shuffle, data):
     starts = [0] if n else []
     while starts and starts[-1] + largest < n:
         starts.append(starts[-1] + data.draw(st.integers(1, largest)))
-    selection = Selection.from_all_rows(blocks)
+    selection = Selection(blocks)
     order = GroupedOrder(blocks, selection, starts, shuffle, 3, 1, window_bytes)
     rows = ordinals_of(order)
     assert sorted(rows) == list(range(n))
@@ -125,7 +125,7 @@ def test_selection_of_a_filter_then_a_subset(rows, most, seed, data):
     blocks = Blocks(zeros, zeros, zeros, rows, zeros)
     cut = data.draw(st.integers(0, n))
     parts = [np.packbits(part, bitorder="little") for part in (kept[:cut], kept[cut:])]
-    whole = Selection.from_bits(blocks, join_bits(parts, [cut, n - cut]))
+    whole = Selection(blocks, join_bits(parts, [cut, n - cut]))
     numbers = np.flatnonzero(kept).tolist()
     assert whole.number_rows(np.arange(whole.count)).tolist() == numbers
     first = whole.take_first(most)
@@ -143,7 +143,7 @@ def test_selection_of_a_filter_then_a_subset(rows, most, seed, data):
 
 def test_selection_digest_distinguishes_rows():
     blocks = Blocks([0], [0], [0], [100], [0])
-    whole = Selection.from_all_rows(blocks)
+    whole = Selection(blocks)
     digests = [whole.digest, *(whole.draw(50, seed).digest for seed in (1, 2))]
     assert len(set(digests)) == 3
     assert whole.draw(100, 1).digest == "all"
@@ -158,7 +158,7 @@ def create_blocks(count, rows):
 def test_billion_rows_on_16384_ranks_need_one_entry_per_block(rank):
     tracemalloc.start()
     blocks = create_blocks(25_000, 40_000)
-    selection = Selection.from_all_rows(blocks)
+    selection = Selection(blocks)
     assert selection.count == 10**9
     order = WindowOrder(blocks, selection, 1, 0, 32_000_000)
     start, stop = split_evenly(10**9, rank, 16384)
@@ -174,7 +174,7 @@ def test_selection_needs_one_bit_per_row():
     blocks = create_blocks(2500, 40_000)
     bits = np.full(blocks.total_rows // 8, 0xAA, dtype=np.uint8)
     tracemalloc.start()
-    selection = Selection.from_bits(blocks, bits)
+    selection = Selection(blocks, bits)
     assert selection.count == blocks.total_rows // 2
     order = WindowOrder(blocks, selection, 1, 0, 32_000_000)
     start, _ = split_evenly(order.n, 16383, 16384)

@@ -327,7 +327,7 @@ class TestWhichRows:
         config = {"max_prompt_length": AROUND + 15}
         assert len(RLHFDataset(twenty, tokenizer, config)) == 15
         ids = [
-            kind(twenty, tokenizer, config)._filter_id
+            kind(twenty, tokenizer, config).row_set.filter_id
             for kind in (RLHFDataset, subclass(2), subclass(2), subclass(3))
         ]
         assert ids[1] == ids[2]
@@ -353,8 +353,10 @@ class TestWhichRows:
         config = {"max_prompt_length": AROUND + 3}
         photos, maps = (subclass(name)(path, tokenizer, config) for name in ("photo", "map"))
         assert len(photos) == 3  # of 0 to 3 words and an image's place
-        assert photos._filter_id != maps._filter_id
-        assert photos._filter_id == subclass("photo")(path, tokenizer, config)._filter_id
+        assert photos.row_set.filter_id != maps.row_set.filter_id
+        assert (
+            photos.row_set.filter_id == subclass("photo")(path, tokenizer, config).row_set.filter_id
+        )
 
     def test_a_row_that_fails_is_not_called_too_long(self, tmp_path: Path, tokenizer: Any) -> None:
         rows = [row(0), row(1)]

@@ -40,7 +40,7 @@ EXPECTED = [*range(40), 100, *range(200, 233)]
 @pytest.mark.parametrize("shuffle", [False, "window", "global"])
 def test_lines_are_rows(lines, shuffle):
     whole = JsonlDataset(lines, shuffle=shuffle, seed=1)
-    assert len(whole._source.list_blocks()) > 10
+    assert len(whole.row_set.source.list_blocks()) > 10
     parts = [whole.shard(rank, 3) for rank in range(3)]
     assert sorted(functools.reduce(operator.iadd, map(ids, parts), [])) == EXPECTED
     assert pickle.loads(pickle.dumps(parts[1]))[0] == parts[1].shard(1, 3)[0]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import operator
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from miniray.checks import check_choice, check_int
 from miniray.data.loader.blocks import BlockBuffer
 from miniray.data.loader.columns import to_rows
-from miniray.data.locations import BlockKey, Int64s, Locations
+from miniray.data.locations import BlockKey, Int64s, Locations, cumulate
 from miniray.data.plan import progress
 from miniray.data.plan.order import EpochOrder, Window
 from miniray.data.plan.progress import Progress
@@ -35,100 +35,100 @@ from miniray.data.plan.split import (
     Assignment,
     Contiguous,
     FindChunkRest,
-    FindGroupStart,
     Interleaved,
+    IntervalSet,
     Split,
 )
+from miniray.data.rows import RowId, RowSet, SourceRows
 from miniray.data.sources.base import Source, parse_bytes
 
 _ITERATION_ROWS = 256  # gathered at a time
 
-RowId = tuple[str, int]  # file, and row within the file
 SplitName = Literal["contiguous", "interleaved"]
 
 Self = TypeVar("Self", bound="Dataset")
 
 
-class Dataset(ABC):
+class Dataset:
     """Rows of ``rank`` of ``world_size``, in the order of the current epoch.
 
     ``len(ds)``, ``ds[i]`` and iteration cover the rank's rows of this epoch, or the rest of them
     after ``load_state_dict``. Iterating to the end starts the next epoch. A loop that ended early
     starts the epoch again. See ``ParquetDataset`` for the arguments.
+
+    Attributes:
+        row_set: The rows of all ranks, and their order.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        is_sharded: Whether ``rank`` and ``world_size`` were passed, or set by ``shard``.
+        split: How rows are divided among ranks: ``"contiguous"`` or ``"interleaved"``.
+        memory_budget: Bytes that this rank may hold.
+        epoch: Current epoch, from 0.
+        has_started: Whether iteration has started.
     """
 
     def __init__(
         self,
+        row_set: RowSet,
         *,
         rank: int | None,
         world_size: int | None,
         even: Even,
         split: SplitName,
-        seed: int | None,
-        is_seed_fixed: bool,
         memory_budget: int | str,
     ) -> None:
-        self._set_rank(rank, world_size)
+        self.is_sharded = rank is not None or world_size is not None
+        self.rank, self.world_size = resolve_rank(rank, world_size)
+        self.row_set = row_set.for_rank(self.rank, self.world_size)
+        self.has_started = False
         check_even(even)
         self._even: Even = even
-        self._split: SplitName = check_choice("split", split, ("contiguous", "interleaved"))
-        self._seed, self._is_seed_fixed = seed, is_seed_fixed
+        self.split: SplitName = check_choice("split", split, ("contiguous", "interleaved"))
+        if row_set.is_grouped and (even != "exact" or split != "contiguous"):
+            raise ValueError(
+                "group_by= keeps groups on one rank, so ranks can't get the same number of rows."
+                f" Leave out {f'even={even!r}' if even != 'exact' else f'split={split!r}'}."
+            )
+        if split == "interleaved" and row_set.max_window_bytes:
+            raise ValueError(
+                "split='interleaved' would make every rank read every block of the files. Pass"
+                " shuffle='global', which copies the rows to a local cache, or leave out split=."
+            )
         #: Created outside of the run, without a seed. The run's seed replaces a random one.
-        self._is_seed_random = seed is not None and not is_seed_fixed and find_run_seed() is None
-        self._budget = parse_bytes(memory_budget)
-        self._find_chunk_rest: FindChunkRest | None = None
-        self._start_epoch(0)
-        self._reset()
-
-    def _set_rank(self, rank: int | None, world_size: int | None) -> None:
-        """Set rank and world size. None is a dataset that isn't sharded yet."""
-        self._is_sharded = rank is not None or world_size is not None
-        self._rank, self._world_size = check_rank(
-            0 if rank is None else rank, 1 if world_size is None else world_size
+        self._is_seed_random = (
+            row_set.seed is not None and not row_set.is_seed_fixed and find_run_seed() is None
         )
-        self._has_started = False
+        self.set_memory_budget(memory_budget)
+        self._start_epoch(0)
 
     def _start_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
         self._history: list[list[Any]] = []
+        #: Positions that other runs left of the epoch; None for all of it.
+        self._remaining: IntervalSet | None = None
         self._taken: Any = 0
         self._is_alone = self._is_complete = False
-        self._reset_epoch()
-
-    def _reset_epoch(self) -> None:
-        """Discard what depends on the epoch and the rank."""
         self._order: EpochOrder | None = None
         self._assignment: Assignment | None = None
 
-    def _reset(self) -> None:
-        """Discard what is computed from the arguments and the seed."""
-        self._buffer: BlockBuffer | None = None
-        self._reset_epoch()
-
-    #: Attributes that aren't pickled.
-    _transient: tuple[str, ...] = ("_order", "_assignment", "_buffer", "_find_chunk_rest")
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **dict.fromkeys(self._transient)}
+        transient = ("_order", "_assignment", "_buffer")
+        return {**self.__dict__, **dict.fromkeys(transient)}
 
-    # -- for subclasses --------------------------------------------------------------------------
+    # -- description -----------------------------------------------------------------------------
 
-    @abstractmethod
     def prepare(self: Self) -> Self:
         """Run the filter and build the row cache now, instead of when the first row is read."""
+        for member in self.row_set.members:
+            member.open()
+        return self
 
     @property
-    @abstractmethod
     def sources(self) -> list[Source]:
         """Sources that rows are read from: one, or those of a mixture."""
+        return [member.open()[0] for member in self.row_set.members]
 
     @property
-    @abstractmethod
-    def kind(self) -> str:
-        """Name of the format, such as ``"parquet"``."""
-
-    @property
-    @abstractmethod
     def fingerprint(self) -> str:
         """Identifier of the data, which doesn't depend on the directory of the files.
 
@@ -136,129 +136,119 @@ class Dataset(ABC):
         the footer (Parquet), a checksum (JSON lines), or a checksum of both ends (Arrow IPC). Of
         Python objects, only the number of rows is known.
         """
+        return self.row_set.fingerprint
 
     @property
-    @abstractmethod
-    def column_names(self) -> list[str] | None:
-        """Columns of the rows, or None if rows aren't of a table, as in ``IndexedDataset``."""
-
-    @property
-    @abstractmethod
-    def total_rows(self) -> int:
-        """Rows of all ranks in an epoch, after the filter and ``max_samples``."""
-
-    @property
-    @abstractmethod
-    def distinct_rows(self) -> int:
-        """Distinct rows after the filter and ``max_samples``; mixtures can repeat or skip some."""
-
-    @abstractmethod
-    def _create_order(self, epoch: int) -> EpochOrder: ...
-
-    @abstractmethod
-    def _describe_order(self) -> list[Any]:
-        """Return what the order depends on besides the data and the seed."""
-
-    @abstractmethod
-    def _digest_selection(self) -> str: ...
-
-    @abstractmethod
-    def locate(self, positions: Int64s) -> Locations:
-        """Return the locations of the rows at ``positions`` of the epoch's order."""
-
-    @abstractmethod
-    def locate_ordinals(self, ordinals: Int64s) -> Locations:
-        """Return the locations of rows by their ordinal among the selected rows."""
-
-    @abstractmethod
-    def find_ordinals(self, positions: Int64s) -> Int64s:
-        """Return the ordinals among the selected rows of the rows at ``positions``."""
-
-    @abstractmethod
-    def name_positions(self, positions: Int64s) -> list[RowId]:
-        """Return the ids of the rows at ``positions``. Nothing is read."""
-
-    @abstractmethod
-    def name_rows(self, locations: Locations) -> list[RowId]:
-        """Return the ids ``(file, row)`` of rows."""
-
-    @abstractmethod
-    def number_rows(self, locations: Locations) -> list[int]:
-        """Return the numbers of rows in the dataset, the same on all ranks and in all epochs."""
-
-    @abstractmethod
-    def number_positions(self, positions: Int64s) -> list[int]:
-        """Return the numbers of the rows at ``positions``. Nothing is read."""
-
-    @property
-    @abstractmethod
     def is_persistent(self) -> bool:
         """Whether the fingerprint changes whenever the content may have changed."""
-
-    def _sort_blocks(self, source: int, blocks: Int64s) -> Int64s:
-        """Return blocks of a source in the order in which they should be read."""
-        return self._current_order().sort_blocks(blocks)
+        return all(member.source.is_persistent for member in self.row_set.members)
 
     @property
-    def _find_group_start(self) -> FindGroupStart | None:
-        return None
+    def column_names(self) -> list[str] | None:
+        """Columns of the rows, or None if rows aren't of a table, as in ``IndexedDataset``.
+
+        Those of the first member of a mixture.
+        """
+        return self.row_set.members[0].source.list_columns()
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of all ranks in an epoch, after the filter and ``max_samples``."""
+        return self.row_set.total_rows
+
+    @property
+    def distinct_rows(self) -> int:
+        """Distinct rows after the filter and ``max_samples``; mixtures can repeat or skip some."""
+        return sum(member.total_rows for member in self.row_set.members)
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether each epoch has a different order."""
+        return self.row_set.is_shuffled
+
+    # -- names of rows ---------------------------------------------------------------------------
+
+    def _get_order(self) -> EpochOrder:
+        if self._order is None:
+            self._order = self.row_set.create_order(self.epoch, self.memory_budget)
+        return self._order
+
+    def _divide(
+        self, ordinals: Int64s
+    ) -> Iterator[tuple[int, SourceRows, npt.NDArray[Any], Int64s]]:
+        """Yield member, indices into ``ordinals`` and ordinals among the rows of the member."""
+        members = self.row_set.members
+        starts = cumulate([member.total_rows for member in members])
+        found = np.searchsorted(starts[:-1], ordinals, side="right") - 1
+        for number, member in enumerate(members):
+            chosen = np.flatnonzero(found == number)
+            if len(chosen):
+                yield number, member, chosen, ordinals[chosen] - starts[number]
+
+    def find_ordinals(self, positions: npt.ArrayLike) -> Int64s:
+        """Return the ordinals among the selected rows of the rows at ``positions``."""
+        return self._get_order().map_positions(np.asarray(positions, dtype=np.int64))
+
+    def _locate(self, ordinals: Int64s) -> Locations:
+        array = np.empty((len(ordinals), 3), dtype=np.int64)
+        for number, member, chosen, inside in self._divide(ordinals):
+            array[chosen] = member.open()[1].locate(inside, number).array
+        return Locations(array)
+
+    def locate(self, positions: Int64s) -> Locations:
+        """Return the locations of the rows at ``positions`` of the epoch's order."""
+        return self._locate(self.find_ordinals(positions))
+
+    def number_positions(self, positions: npt.ArrayLike) -> list[int]:
+        """Return the numbers of the rows at ``positions``. Nothing is read.
+
+        They number all rows of the sources, the same on all ranks and in all epochs.
+        """
+        ordinals = self.find_ordinals(positions)
+        numbers = np.empty_like(ordinals)
+        starts = cumulate([member.source_rows for member in self.row_set.members])
+        for number, member, chosen, inside in self._divide(ordinals):
+            numbers[chosen] = starts[number] + member.select().number_rows(inside)
+        return numbers.tolist()  # type: ignore[no-any-return]
+
+    def _name(self, ordinals: Int64s) -> list[RowId]:
+        ids: list[Any] = [None] * len(ordinals)
+        for _, member, chosen, inside in self._divide(ordinals):
+            for index, row_id in zip(chosen.tolist(), member.name_ordinals(inside), strict=True):
+                ids[index] = row_id
+        return ids
+
+    def name_positions(self, positions: npt.ArrayLike) -> list[RowId]:
+        """Return the ids of the rows at ``positions``. Nothing is read."""
+        return self._name(self.find_ordinals(positions))
 
     # -- progress --------------------------------------------------------------------------------
 
     @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._world_size
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ``rank`` and ``world_size`` were passed, or set by ``shard``."""
-        return self._is_sharded
-
-    @property
-    def split(self) -> SplitName:
-        """How rows are divided among ranks: ``"contiguous"`` or ``"interleaved"``."""
-        return self._split
-
-    @property
-    def has_started(self) -> bool:
-        """Whether iteration has started."""
-        return self._has_started
-
-    @property
-    @abstractmethod
-    def is_shuffled(self) -> bool:
-        """Whether each epoch has a different order."""
-
-    @property
     def has_fixed_shares(self) -> bool:
         """Whether each rank has the same number of rows in all epochs."""
-        return not self.is_shuffled or self._find_group_start is None
-
-    @property
-    def epoch(self) -> int:
-        """Current epoch, from 0."""
-        return self._epoch
+        return not (self.row_set.is_shuffled and self.row_set.is_grouped)
 
     @property
     def seed(self) -> int | None:
         """Seed in use: passed, the run's, drawn, or that of a loaded state."""
-        return self._seed
-
-    @property
-    def memory_budget(self) -> int:
-        """Bytes that this rank may hold."""
-        return self._budget
+        return self.row_set.seed
 
     def set_memory_budget(self, budget: int | str) -> None:
-        """Set the budget. It doesn't change the order of rows."""
-        self._budget = parse_bytes(budget)
-        self._buffer = None
+        """Set the budget. It doesn't change the order of rows.
+
+        Raises ``ValueError`` if half the budget can't hold one window of every member.
+        """
+        self.memory_budget = parse_bytes(budget)
+        needed = 2 * self.row_set.max_window_bytes
+        if needed > self.memory_budget:
+            raise ValueError(
+                f"memory_budget={self.memory_budget} can't hold windows of {needed // 2} bytes in"
+                f" its half for blocks. Pass memory_budget={needed} or more, or a smaller"
+                " window_bytes= (row groups are read in blocks of up to 8 MB)."
+            )
+        self._buffer: BlockBuffer | None = None
+        self._order = None
 
     def shard(self: Self, rank: int, world_size: int) -> Self:
         """Return the same dataset for a different rank. Nothing is read again.
@@ -266,18 +256,24 @@ class Dataset(ABC):
         If the dataset was created without a seed outside of the run, it takes the seed of the run.
         """
         other = copy.copy(self)
-        other.__dict__.update(self.__dict__)  # with what ``__getstate__`` leaves out
+        other._order = self._order
         if self._is_seed_random and (run_seed := find_run_seed()) is not None:
-            other._seed, other._is_seed_random = run_seed, False
-            other._reset()
-        other._set_rank(rank, world_size)
+            other._set_seed(run_seed)
+        other.rank, other.world_size = check_rank(rank, world_size)
+        other.is_sharded, other.has_started = True, False
+        other.row_set = other.row_set.for_rank(other.rank, other.world_size)
         other._taken, other._is_alone, other._is_complete = 0, False, False
-        other._buffer = other._assignment = None
         return other
+
+    def _set_seed(self, seed: int | None) -> None:
+        self._is_seed_random = False
+        if seed != self.seed:  # a subset depends on it
+            self.row_set = self.row_set.with_seed(seed)
+            self._order = self._assignment = self._remaining = self._buffer = None
 
     def is_at(self, epoch: int) -> bool:
         """Return whether ``epoch`` is the current one and not completely delivered."""
-        return epoch == self._epoch and not self._is_complete
+        return epoch == self.epoch and not self._is_complete
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, unless it is the current one or its state was loaded.
@@ -289,7 +285,7 @@ class Dataset(ABC):
 
     def finish_epoch(self) -> None:
         """Start the next epoch."""
-        self._start_epoch(self._epoch + 1)
+        self._start_epoch(self.epoch + 1)
 
     def start_pass(self) -> None:
         """Start this epoch again, or the next one if all of its rows were delivered.
@@ -297,9 +293,9 @@ class Dataset(ABC):
         Some loops stop after ``len`` batches, before iteration ends. Warn if several ranks read
         all rows because the dataset isn't sharded.
         """
-        if not self._is_sharded and not self._has_started:
+        if not self.is_sharded and not self.has_started:
             warn_if_several_ranks()
-        self._has_started = True
+        self.has_started = True
         if self._is_complete:
             self.finish_epoch()
         self._taken, self._is_alone = 0, False
@@ -314,10 +310,6 @@ class Dataset(ABC):
         """
         self._taken, self._is_alone, self._is_complete = taken, alone, complete
 
-    def set_chunk_rest(self, find_chunk_rest: FindChunkRest) -> None:
-        """Set the function that finds the rest of an interrupted chunk of token batches."""
-        self._find_chunk_rest = find_chunk_rest
-
     def state_dict(self) -> dict[str, Any]:
         """Return the progress of the epoch for all ranks, in less than 1 KB of JSON.
 
@@ -327,25 +319,31 @@ class Dataset(ABC):
         return {
             "version": progress.STATE_VERSION,
             "fingerprint": self.fingerprint,
-            "seed": self._seed,
-            "epoch": self._epoch,
+            "seed": self.seed,
+            "epoch": self.epoch,
             "n": self.total_rows,
-            "order": self._describe_order(),
-            "split": self._split,
+            "order": self.row_set.describe_order(),
+            "split": self.split,
             "even": self._even,
-            "selection": self._digest_selection(),
+            "selection": self.row_set.digest_selection(),
             "history": [list(stage) for stage in self._history],
-            "world_size": self._world_size,
-            "rank": self._rank,
+            "world_size": self.world_size,
+            "rank": self.rank,
             "taken": self._taken,
-            "alone": self._is_alone and self._world_size > 1,
+            "alone": self._is_alone and self.world_size > 1,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], find_chunk_rest: FindChunkRest | None = None
+    ) -> None:
         """Resume from ``state`` on any number of ranks, all of which load the same state.
 
         The remaining rows of the epoch are divided among the ranks. A seed that wasn't passed is
         taken from the state.
+
+        Args:
+            state: The state of a dataset or loader.
+            find_chunk_rest: Passed by loaders with batches by tokens, to resume within a chunk.
 
         Raises:
             DataError: The state is of different data or options, or valid for a single rank only.
@@ -354,50 +352,43 @@ class Dataset(ABC):
         progress.check_single_state(state)
         expected: dict[str, Any] = {
             "fingerprint": self.fingerprint,
-            "order": self._describe_order(),
-            "split": self._split,
+            "order": self.row_set.describe_order(),
+            "split": self.split,
             "even": self._even,
         }
-        if self._is_seed_fixed:
-            expected["seed"] = self._seed
+        if self.row_set.is_seed_fixed:
+            expected["seed"] = self.seed
         progress.check_compatible(state, expected)
-        self._is_seed_random = False
-        if self._seed != state["seed"]:  # a subset depends on it
-            self._seed = state["seed"]
-            self._reset()
-        rows = {"selection": self._digest_selection(), "n": self.total_rows}
+        self._set_seed(state["seed"])
+        rows = {"selection": self.row_set.digest_selection(), "n": self.total_rows}
         progress.check_compatible(state, rows)
-        self._epoch = int(state["epoch"])
         taken = state["taken"]
         if isinstance(taken, list) and state["rank"] is not None:
             taken = [taken]
         stage = [state["world_size"], taken, *state.get("batching", ())[1:]]
-        self._reset_epoch()
-        self._history = state["history"]
-        self._history = self._get_progress().extend(stage).history
-        self._taken, self._is_alone, self._is_complete = 0, False, False
+        self._start_epoch(int(state["epoch"]))
+        split = self._create_split(find_chunk_rest)
+        found = Progress(self.total_rows, split, state["history"]).extend(stage)
+        self._history, self._remaining = found.history, found.remaining
 
     # -- rows of the rank ------------------------------------------------------------------------
 
-    def _current_order(self) -> EpochOrder:
-        if self._order is None:
-            self._order = self._create_order(self._epoch)
-        return self._order
-
-    def _create_split(self) -> Split:
-        if self._split == "interleaved":
+    def _create_split(self, find_chunk_rest: FindChunkRest | None = None) -> Split:
+        if self.split == "interleaved":
             return Interleaved(self._even)
-        return Contiguous(self._even, self._find_group_start, self._find_chunk_rest)
+        find_group_start = self._get_order().find_group_start if self.row_set.is_grouped else None
+        return Contiguous(self._even, find_group_start, find_chunk_rest)
 
-    def _get_progress(self) -> Progress:
-        return Progress(self.total_rows, self._create_split(), self._history)
+    def _find_remaining(self) -> IntervalSet:
+        if self._remaining is not None:
+            return self._remaining
+        return Progress(self.total_rows, self._create_split()).remaining
 
     def _assign(self) -> Assignment:
         """Return the positions of this rank."""
         if self._assignment is None:
-            found = self._get_progress()
-            self._assignment = found.split.assign_positions(
-                found.remaining, self._rank, self._world_size
+            self._assignment = self._create_split().assign_positions(
+                self._find_remaining(), self.rank, self.world_size
             )
         return self._assignment
 
@@ -406,8 +397,8 @@ class Dataset(ABC):
 
     def count_step_rows(self, batch_size: int) -> list[list[int]]:
         """Return the rows of each rank in each step of the rest of the epoch, from the plan."""
-        found = self._get_progress()
-        return found.split.count_step_rows(found.remaining, self._world_size, batch_size)
+        split, remaining = self._create_split(), self._find_remaining()
+        return split.count_step_rows(remaining, self.world_size, batch_size)
 
     def find_positions(self, indices: npt.ArrayLike) -> Int64s:
         """Return the positions of this rank's rows at ``indices``, padding included."""
@@ -419,7 +410,7 @@ class Dataset(ABC):
         The first ``skip`` rows are left out.
         """
         assignment = self._assign()
-        order = self._current_order()
+        order = self._get_order()
         if assignment.step == 1:
             for start, stop in assignment.iter_intervals(skip):
                 for low, high in order.iter_ranges(start, stop):
@@ -432,14 +423,13 @@ class Dataset(ABC):
             yield self._create_window(assignment.find_positions(indices))
 
     def _create_window(self, positions: Int64s) -> Window:
-        rows = self.locate(positions)
-        sources = self.sources
+        rows, sources, order = self.locate(positions), self.sources, self._get_order()
         blocks = []
         for source in np.unique(rows.array[:, 0]).tolist():
             if not sources[source].random_access:
                 found = np.unique(rows.array[rows.array[:, 0] == source, 1])
-                sorted_blocks = self._sort_blocks(source, found).tolist()
-                blocks += [BlockKey(source, block) for block in sorted_blocks]
+                found = order.sort_blocks(found, source, int(positions[0]))
+                blocks += [BlockKey(source, block) for block in found.tolist()]
         return Window(blocks, rows)
 
     @property
@@ -450,27 +440,27 @@ class Dataset(ABC):
     @property
     def padded(self) -> list[RowId]:
         """Rows that this rank repeats (``even="pad"``)."""
-        indices = np.arange(self._assign().count, len(self))
-        return self.name_positions(self.find_positions(indices))
+        return self.row_ids[self._assign().count :]
 
     @property
     def dropped(self) -> list[RowId]:
         """Rows that no rank gets in this epoch (``even="drop"``); the same on all ranks."""
         assignment = self._assign()
         total = assignment.remaining.total
-        shared = self._create_split().count_shared(total, self._world_size)
+        shared = self._create_split().count_shared(total, self.world_size)
         numbers = np.arange(shared, total)
         return self.name_positions(assignment.remaining.find_positions(numbers))
 
     def _get_buffer(self) -> BlockBuffer:
         if self._buffer is None or self._buffer.pid != os.getpid():
-            self._buffer = BlockBuffer(self.sources, self._budget // 2)
+            self._buffer = BlockBuffer(self.sources, self.memory_budget // 2)
         return self._buffer
 
-    def read_ordinals(self, ordinals: Sequence[int]) -> list[Any]:
+    def read_ordinals(self, ordinals: npt.ArrayLike) -> list[Any]:
         """Read rows by their ordinal among the selected rows."""
-        locations = self.locate_ordinals(np.asarray(ordinals, dtype=np.int64))
-        return self._to_rows(self._get_buffer().read_rows(locations), locations)
+        array = np.asarray(ordinals, dtype=np.int64)
+        rows = self._get_buffer().read_rows(self._locate(array))
+        return to_rows(rows, lambda i: self._name(array[i : i + 1])[0])
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -487,12 +477,7 @@ class Dataset(ABC):
         checked = check_indices(indices, len(self))
         if not checked:
             return []
-        positions = self.find_positions(np.array(checked, dtype=np.int64))
-        locations = self.locate(positions)
-        return self._to_rows(self._get_buffer().read_rows(locations), locations)
-
-    def _to_rows(self, rows: Any, locations: Locations) -> list[Any]:
-        return to_rows(rows, lambda i: self.name_rows(locations[i : i + 1])[0])
+        return self.read_ordinals(self.find_ordinals(self.find_positions(checked)))
 
     def __iter__(self) -> Iterator[Any]:
         self.start_pass()
@@ -502,12 +487,27 @@ class Dataset(ABC):
             buffer.keep_only(window.blocks)
             buffer.load(window.blocks)
             for start in range(0, len(window.rows), _ITERATION_ROWS):
-                locations = window.rows[start : start + _ITERATION_ROWS]
-                for row in self._to_rows(buffer.gather(locations), locations):
+                rows = buffer.gather(window.rows[start : start + _ITERATION_ROWS])
+                for row in to_rows(rows, partial(self._name_row, number)):
                     number += 1
                     self.record_taken(number, complete=number == count)
                     yield row
         self.finish_epoch()
+
+    def _name_row(self, first: int, index: int) -> RowId:
+        return self.row_ids[first + index]
+
+    def __repr__(self) -> str:
+        files = sum(len(member.source.files) for member in self.row_set.members)
+        return (
+            f"<{type(self).__name__}: rank {self.rank} of {self.world_size}, {files} files,"
+            f" epoch {self.epoch}>"
+        )
+
+
+def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return both after a check. None is a dataset that isn't sharded: rank 0 of 1."""
+    return check_rank(0 if rank is None else rank, 1 if world_size is None else world_size)
 
 
 def check_indices(indices: Sequence[int], count: int) -> list[int]:
@@ -534,13 +534,10 @@ class RowIds(Sequence[RowId]):
     def __getitem__(self, index: slice) -> list[RowId]: ...
     def __getitem__(self, index: int | slice) -> RowId | list[RowId]:
         if isinstance(index, slice):
-            return self._name(np.arange(*index.indices(self._length)))
-        number = int(index) + (self._length if index < 0 else 0)
-        if not 0 <= number < self._length:
-            raise IndexError(f"row {index} of {self._length}")
-        return self._name(np.array([number]))[0]
+            return self._name(range(*index.indices(self._length)))
+        return self._name(check_indices([index], self._length))[0]
 
-    def _name(self, indices: Int64s) -> list[RowId]:
+    def _name(self, indices: Sequence[int]) -> list[RowId]:
         return self._dataset.name_positions(self._dataset.find_positions(indices))
 
     def __iter__(self) -> Iterator[RowId]:

@@ -87,15 +87,6 @@ class Locations(Sequence[RowLocation]):
     def __iter__(self) -> Iterator[RowLocation]:
         return (RowLocation(*row) for row in self.array.tolist())
 
-    def take(self, indices: Sequence[int]) -> Locations:
-        """Return the locations at ``indices``."""
-        return Locations(self.array[np.asarray(indices, dtype=np.int64)])
-
-
-def concat_locations(parts: Sequence[Locations]) -> Locations:
-    """Concatenate locations."""
-    return parts[0] if len(parts) == 1 else Locations(np.concatenate([p.array for p in parts]))
-
 
 def cumulate(counts: Sequence[int] | Int64s) -> Int64s:
     """Return 0 and the running totals of ``counts``."""

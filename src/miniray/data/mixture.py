@@ -18,14 +18,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from miniray.checks import check_choice, check_int, suggest_options
-from miniray.data.dataset import Dataset, RowId, SplitName
+from miniray.checks import check_choice, suggest_options
+from miniray.data.dataset import Dataset, SplitName, resolve_rank
 from miniray.data.datasets import SourceDataset
-from miniray.data.locations import Int64s, Locations, cumulate
+from miniray.data.locations import Int64s, cumulate
 from miniray.data.plan.order import RANDOM_ACCESS_ROWS, WINDOW_BYTES, EpochOrder
 from miniray.data.plan.permutation import Permutation, derive_key
 from miniray.data.plan.shard import Even, resolve_seed
-from miniray.data.sources.base import Source
+from miniray.data.rows import RowSet, SourceRows
 from miniray.errors import DataError
 
 _ROUND_ROWS = 64
@@ -69,93 +69,60 @@ class Mixture(Dataset):
         if not datasets:
             raise ValueError("datasets must have at least one (dataset, weight)")
         check_choice("until", until, ("first", "all"))
-        members: list[SourceDataset] = []
-        for number, pair in enumerate(datasets):
-            members.append(_check_member(number, pair))
-        if split == "interleaved" and any(member.max_window_bytes for member in members):
-            raise ValueError(
-                "split='interleaved' requires members with random access. Pass shuffle='global' to"
-                " datasets of files, or leave out split=."
-            )
-        self._until = until
-        total = sum(weight for _, weight in datasets)
-        self._shares = [weight / total for _, weight in datasets]
-        self._given = members
-        is_seed_fixed = seed is not None
-        ranks = 1 if world_size is None else check_int("world_size", world_size, 1)
-        seed = resolve_seed(seed, ranks, "mixing")
+        members = [_check_member(number, pair) for number, pair in enumerate(datasets)]
+        resolved = resolve_seed(seed, resolve_rank(rank, world_size)[1], "mixing")
         super().__init__(
+            MixedRows(
+                members,
+                [weight for _, weight in datasets],
+                until,
+                resolved,
+                is_seed_fixed=seed is not None,
+            ),
             rank=rank,
             world_size=world_size,
             even=even,
             split=split,
-            seed=seed,
-            is_seed_fixed=is_seed_fixed,
             memory_budget=memory_budget,
         )
-        self._check_budget()
 
-    def _check_budget(self) -> None:
-        """Raise ``ValueError`` if half the budget can't hold one window of every member."""
-        needed = sum(member.max_window_bytes for member in self._create_members())
-        if 2 * needed > self._budget:
-            raise ValueError(
-                f"memory_budget={self._budget} can't hold the windows of {len(self._given)} members"
-                f" ({needed} bytes) in its half for blocks. Pass memory_budget={2 * needed} or"
-                " more, or datasets with a smaller window_bytes=."
-            )
 
-    def _create_members(self) -> list[SourceDataset]:
-        window_bytes = min(WINDOW_BYTES, _WINDOWS_BYTES // len(self._given))
-        return [
-            given.with_seed(derive_key(self._seed, "source", number) >> 16, window_bytes)
-            for number, given in enumerate(self._given)
-        ]
+class MixedRows(RowSet):
+    """Rows of several sources in proportion to weights. See ``Mixture``."""
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._members_cache: list[SourceDataset] | None = None
-        self._orders: Any = None
+    is_shuffled = True  # rounds are arranged randomly
 
-    _transient = (*Dataset._transient, "_members_cache", "_orders")
-
-    def set_memory_budget(self, budget: int | str) -> None:
-        super().set_memory_budget(budget)
-        self._check_budget()
-
-    # -- members ---------------------------------------------------------------------------------
+    def __init__(
+        self,
+        members: Sequence[SourceRows],
+        weights: Sequence[float],
+        until: str,
+        seed: int,
+        *,
+        is_seed_fixed: bool,
+    ) -> None:
+        total = sum(weights)
+        self._shares = [weight / total for weight in weights]
+        self._until, self.seed, self.is_seed_fixed = until, seed, is_seed_fixed
+        window_bytes = min(WINDOW_BYTES, _WINDOWS_BYTES // len(members))
+        members = [member.with_default_window(window_bytes) for member in members]
+        self._members = _derive_seeds(members, seed)
 
     @property
-    def _members(self) -> list[SourceDataset]:
-        if self._members_cache is None:
-            members = self._members_cache = self._create_members()
-            self._orders = lru_cache(maxsize=2 * len(members))(
-                lambda number, epoch: members[number]._create_order(epoch)
-            )
-        return self._members_cache
+    def members(self) -> Sequence[SourceRows]:
+        return self._members
 
-    def prepare(self) -> Mixture:
-        for member in self._members:
-            member.prepare()
-        return self
+    def with_seed(self, seed: int | None) -> MixedRows:
+        return self._replace(seed=seed, _members=_derive_seeds(self._members, seed))
+
+    def for_rank(self, rank: int, world_size: int) -> MixedRows:
+        return self._replace(_members=[m.for_rank(rank, world_size) for m in self._members])
+
+    # -- description -----------------------------------------------------------------------------
 
     @property
-    def sources(self) -> list[Source]:
-        return [member.sources[0] for member in self._members]
-
-    @property
-    def column_names(self) -> list[str] | None:
-        """Columns of the first member."""
-        return self._given[0].column_names
-
-    @property
-    def is_shuffled(self) -> bool:
-        """Always True: rounds are arranged randomly."""
-        return True
-
-    @property
-    def kind(self) -> str:
-        return "mixture"
+    def max_window_bytes(self) -> int:
+        return sum(member.max_window_bytes for member in self._members)
 
     @property
     def fingerprint(self) -> str:
@@ -164,18 +131,13 @@ class Mixture(Dataset):
             digest.update(f"{member.fingerprint} {member.total_rows} {share!r};".encode())
         return digest.hexdigest()
 
-    def _digest_selection(self) -> str:
-        text = " ".join(member._digest_selection() for member in self._members)
+    def digest_selection(self) -> str:
+        text = " ".join(member.digest_selection() for member in self._members)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
-    def _describe_order(self) -> list[Any]:
-        orders = [member._describe_order() for member in self._members]
-        text = repr(orders).encode()
+    def describe_order(self) -> list[Any]:
+        text = repr([member.describe_order() for member in self._members]).encode()
         return ["mixture", self._until, hashlib.blake2b(text, digest_size=8).hexdigest()]
-
-    @property
-    def distinct_rows(self) -> int:
-        return sum(member.total_rows for member in self._members)
 
     @property
     def total_rows(self) -> int:
@@ -206,84 +168,30 @@ class Mixture(Dataset):
         """Rows per round: enough for a few rows of the member with the smallest share."""
         return max(_ROUND_ROWS, ceil(4 / min(self._shares)))
 
-    def _create_order(self, epoch: int) -> _MixtureOrder:
-        return _MixtureOrder(self, self._members, self._orders, epoch)
-
-    def _current_order(self) -> _MixtureOrder:
-        order = super()._current_order()
-        assert isinstance(order, _MixtureOrder)
-        return order
-
-    def find_ordinals(self, positions: Int64s) -> Int64s:
-        return self._current_order().map_positions(np.asarray(positions, dtype=np.int64))
-
-    def locate(self, positions: Int64s) -> Locations:
-        return self.locate_ordinals(self.find_ordinals(positions))
-
-    def locate_ordinals(self, ordinals: Int64s) -> Locations:
-        array = np.empty((len(ordinals), 3), dtype=np.int64)
-        for number, member, chosen, inside in self._divide(ordinals):
-            array[chosen] = member.locate_ordinals(inside, number).array
-        return Locations(array)
-
-    def name_positions(self, positions: Int64s) -> list[RowId]:
-        ordinals = self.find_ordinals(positions)
-        ids: list[Any] = [None] * len(ordinals)
-        for _, member, chosen, inside in self._divide(ordinals):
-            for i, row_id in zip(chosen.tolist(), member.name_ordinals(inside), strict=True):
-                ids[i] = row_id
-        return ids
-
-    def name_rows(self, locations: Locations) -> list[RowId]:
-        return [
-            self._members[location.source].name_rows(locations[i : i + 1])[0]
-            for i, location in enumerate(locations)
-        ]
-
-    def number_rows(self, locations: Locations) -> list[int]:
-        starts = cumulate([member.source_rows for member in self._members])
-        return [
-            int(starts[location.source])
-            + self._members[location.source].number_rows(locations[i : i + 1])[0]
-            for i, location in enumerate(locations)
-        ]
-
-    def number_positions(self, positions: Int64s) -> list[int]:
-        starts = cumulate([member.source_rows for member in self._members])
-        ordinals = self.find_ordinals(positions)
-        numbers = np.empty_like(ordinals)
-        for member_number, member, chosen, inside in self._divide(ordinals):
-            numbers[chosen] = starts[member_number] + member.number_ordinals(inside)
-        return numbers.tolist()  # type: ignore[no-any-return]
-
-    @property
-    def is_persistent(self) -> bool:
-        return all(member.is_persistent for member in self._given)
-
-    def _divide(self, ordinals: Int64s) -> Iterator[tuple[int, SourceDataset, Int64s, Int64s]]:
-        """Yield member, indices into ``ordinals`` and ordinals among the rows of the member."""
-        starts = cumulate([member.total_rows for member in self._members])
-        members = np.searchsorted(starts[:-1], ordinals, side="right") - 1
-        for number, member in enumerate(self._members):
-            chosen = np.flatnonzero(members == number)
-            if len(chosen):
-                yield number, member, chosen, ordinals[chosen] - starts[number]
-
-    def _sort_blocks(self, source: int, blocks: Int64s) -> Int64s:
-        return self._current_order().sort_member_blocks(source, blocks)
-
-    def __repr__(self) -> str:
-        return f"<Mixture of {len(self._given)}: rank {self._rank} of {self._world_size}>"
+    def create_order(self, epoch: int, memory_budget: int) -> MixtureOrder:
+        return MixtureOrder(self, epoch, memory_budget // len(self._members))
 
 
-class _MixtureOrder(EpochOrder):
-    """Order of a mixture. Ordinals number the rows of the first member, the second, and so on."""
+def _derive_seeds(members: Sequence[SourceRows], seed: int | None) -> list[SourceRows]:
+    """Return the members with seeds that are derived from ``seed``, unless the user passed them."""
+    return [
+        member
+        if member.is_seed_fixed or member.seed is None
+        else member.with_seed(derive_key(seed, "source", number) >> 16)
+        for number, member in enumerate(members)
+    ]
 
-    def __init__(
-        self, mixture: Mixture, members: Sequence[SourceDataset], orders: Any, epoch: int
-    ) -> None:
+
+class MixtureOrder(EpochOrder):
+    """Order of a mixture. Members have ``memory_budget`` bytes each."""
+
+    def __init__(self, mixture: MixedRows, epoch: int, memory_budget: int) -> None:
         super().__init__(mixture.total_rows)
-        self._mixture, self._orders, self._epoch = mixture, orders, epoch
+        members = mixture.members
+        self._mixture, self._epoch = mixture, epoch
+        self._get_order = lru_cache(maxsize=2 * len(members))(
+            lambda number, member_epoch: members[number].create_order(member_epoch, memory_budget)
+        )
         self._counts = [member.total_rows for member in members]
         self._starts = cumulate(self._counts)
         self._has_blocks = [member.max_window_bytes > 0 for member in members]
@@ -291,9 +199,10 @@ class _MixtureOrder(EpochOrder):
         self._last_round = max(1, self.n // self._round_rows) - 1
         #: Rows that each member has delivered in earlier epochs.
         self._delivered = [epoch * count for count in mixture.count_rows(self.n)]
-        #: Epoch of each member at the start of the current window.
-        self._member_epochs = [0] * len(members)
         self._arrange = lru_cache(maxsize=8)(self._arrange_round)
+
+    def _find_round(self, position: int) -> int:
+        return min(position // self._round_rows, self._last_round)
 
     def _find_edges(self, number: int) -> tuple[int, int]:
         """Return the bounds of a round. The last one includes the remainder."""
@@ -327,7 +236,7 @@ class _MixtureOrder(EpochOrder):
             of_member = members == member
             for epoch in np.unique(turns[of_member] // count).tolist():
                 chosen = np.flatnonzero(of_member & (turns // count == epoch))
-                order = self._orders(member, epoch)
+                order = self._get_order(member, epoch)
                 inside = turns[chosen] - epoch * count
                 ordinals[chosen] = self._starts[member] + order.map_positions(inside)
         return ordinals
@@ -337,16 +246,14 @@ class _MixtureOrder(EpochOrder):
         begin = start
         previous: list[tuple[int, int, int, int]] | None = None
         while start < stop:
-            number = min(start // self._round_rows, self._last_round)
+            number = self._find_round(start)
             windows = self._find_windows(number)
             if start > begin and (windows != previous or start - begin >= RANDOM_ACCESS_ROWS):
-                self._member_epochs = [epoch for epoch, *_ in previous or ()]
                 yield begin, start
                 begin = start
             previous = windows
             start = min(stop, self._find_edges(number)[1])
         if start > begin:
-            self._member_epochs = [epoch for epoch, *_ in previous or ()]
             yield begin, start
 
     def _find_windows(self, number: int) -> list[tuple[int, int, int, int]]:
@@ -360,20 +267,17 @@ class _MixtureOrder(EpochOrder):
                 continue
             first = divmod(before[member] + self._delivered[member], count)
             last = divmod(after[member] - 1 + self._delivered[member], count)
-            ends = [self._orders(member, epoch).find_window_end(p) for epoch, p in (first, last)]
+            ends = [self._get_order(member, epoch).find_window_end(p) for epoch, p in (first, last)]
             windows.append((first[0], ends[0], last[0], ends[1]))
         return windows
 
-    def sort_member_blocks(self, member: int, blocks: Int64s) -> Int64s:
-        """Return blocks of a member in reading order."""
-        sorted_blocks: Int64s = self._orders(member, self._member_epochs[member]).sort_blocks(
-            blocks
-        )
-        return sorted_blocks
+    def sort_blocks(self, blocks: Int64s, source: int = 0, position: int = 0) -> Int64s:
+        epoch = self._find_windows(self._find_round(position))[source][0]
+        return self._get_order(source, epoch).sort_blocks(blocks)
 
 
-def _check_member(number: int, pair: Any) -> SourceDataset:
-    """Return the dataset of a ``(dataset, weight)`` after checking both."""
+def _check_member(number: int, pair: Any) -> SourceRows:
+    """Return the rows of a ``(dataset, weight)`` after checking both."""
     if not isinstance(pair, Sequence) or len(pair) != 2:
         raise TypeError(f"Source {number} of the mixture must be (dataset, weight), not {pair!r}")
     dataset, weight = pair
@@ -386,4 +290,4 @@ def _check_member(number: int, pair: Any) -> SourceDataset:
         )
     if not isinstance(weight, (Real, float)) or not 0 < float(weight) < float("inf"):
         raise ValueError(f"weight of source {number} must be above 0, not {weight!r}")
-    return dataset
+    return dataset.row_set.members[0]

@@ -1,4 +1,4 @@
-"""Group rows into batches: a fixed number of rows, or as many as a number of tokens allows."""
+"""Group rows of similar length into batches of as many rows as a number of tokens allows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from miniray.data.loader.blocks import BlockBuffer
 from miniray.data.loader.columns import NameRow, is_record_batch, to_rows
-from miniray.data.locations import Int64s, Locations
+from miniray.data.locations import Int64s
 from miniray.data.plan.permutation import Permutation, derive_key
 from miniray.errors import RowError
 
@@ -23,22 +24,23 @@ class TokenBatches:
     ``length`` is a column with the number of tokens or the tokens, or a function of a row.
     """
 
-    def __init__(
-        self, dataset: Dataset, tokens: int, length: str | Callable[[Any], int], chunk_rows: int
-    ) -> None:
-        self._dataset, self._tokens, self._length = dataset, tokens, length
-        self.chunk_rows = chunk_rows
+    def __init__(self, tokens: int, length: str | Callable[[Any], int], chunk_rows: int) -> None:
+        self._tokens, self._length, self.chunk_rows = tokens, length, chunk_rows
 
-    @property
-    def columns(self) -> list[str] | None:
-        """Columns that are needed to find out the lengths, or None for all."""
-        return [self._length] if isinstance(self._length, str) else None
+    def create_buffer(self, dataset: Dataset) -> BlockBuffer:
+        """Return a buffer for the columns from which lengths are found."""
+        columns = [self._length] if isinstance(self._length, str) else None
+        return BlockBuffer(dataset.sources, dataset.memory_budget // 2, columns)
 
-    def cut(self, rows: Any, positions: Int64s, locations: Locations) -> list[list[int]]:
+    def read(self, dataset: Dataset, positions: Int64s, buffer: BlockBuffer) -> list[list[int]]:
+        """Return the batches of the chunk at ``positions``, whose lengths are read."""
+        return self.cut(dataset, buffer.read_rows(dataset.locate(positions)), positions)
+
+    def cut(self, dataset: Dataset, rows: Any, positions: Int64s) -> list[list[int]]:
         """Return the batches of a chunk as indices into its rows."""
 
         def name_row(index: int) -> tuple[str, int]:
-            return self._dataset.name_rows(locations[index : index + 1])[0]
+            return dataset.name_positions(positions[index : index + 1])[0]
 
         lengths = self._find_lengths(rows, name_row)
         longest = int(np.argmax(lengths))
@@ -57,8 +59,8 @@ class TokenBatches:
                 batches[-1].append(i)
             else:
                 batches.append([i])
-        seed, epoch = self._dataset.seed or 0, self._dataset.epoch
-        key = derive_key(seed, "tokens", epoch, int(positions[0]), len(positions))
+        seed = dataset.seed or 0
+        key = derive_key(seed, "tokens", dataset.epoch, int(positions[0]), len(positions))
         order = Permutation(len(batches), key).map_positions(np.arange(len(batches)))
         return [batches[i] for i in order.tolist()]
 

@@ -29,7 +29,6 @@ class BlockBuffer:
     ) -> None:
         self._sources, self._limit, self._columns = sources, limit_bytes, columns
         self._blocks: dict[BlockKey, Any] = {}  # in order of use
-        self._sizes: dict[BlockKey, int] = {}
         self._errors: dict[BlockKey, Exception] = {}
         self._lock = threading.Lock()
         self.pid = os.getpid()
@@ -38,10 +37,10 @@ class BlockBuffer:
         #: Largest number of bytes held so far.
         self.peak = 0
 
-    def load(self, blocks: Iterable[BlockKey], ahead: bool = False) -> bool:
+    def load(self, blocks: Iterable[BlockKey], ahead: bool = False) -> None:
         """Read blocks that aren't held. An error is raised by the first row that needs its block.
 
-        With ``ahead``, stop when a block doesn't fit besides those that are held, and return False.
+        With ``ahead``, stop when a block doesn't fit besides those that are held.
         """
         if self._has_garbage:
             # In the thread that reads: allocators release only what their thread allocated.
@@ -52,21 +51,19 @@ class BlockBuffer:
                 continue
             estimate = int(self._sources[key.source].list_blocks().nbytes[key.block])
             if ahead and self.nbytes + estimate > self._limit:
-                return False
+                return
             try:
                 rows = self._sources[key.source].read_block(key.block, self._columns)
             except Exception as error:  # files and user code can raise anything
                 self._errors[key] = error
                 continue
-            size = int(getattr(rows, "nbytes", 0))
             with self._lock:
-                self._blocks[key], self._sizes[key] = rows, size
-                self.nbytes += size
+                self._blocks[key] = rows
+                self.nbytes += _find_size(rows)
                 self.peak = max(self.peak, self.nbytes)
             if not ahead and self.nbytes > self._limit + _TOLERANCE_BYTES:
                 self._errors[key] = self._create_limit_error(key)
                 self._drop([key])
-        return True
 
     def _create_limit_error(self, key: BlockKey) -> DataError:
         source = self._sources[key.source]
@@ -96,7 +93,7 @@ class BlockBuffer:
     def _drop(self, keys: Iterable[BlockKey]) -> None:
         with self._lock:
             dropped = [self._blocks.pop(key) for key in keys]
-            self.nbytes = self.nbytes - sum(self._sizes.pop(key) for key in keys)
+            self.nbytes -= sum(map(_find_size, dropped))
         self._has_garbage = self._has_garbage or any(map(is_record_batch, dropped))
 
     def gather(self, rows: Locations) -> Any:
@@ -138,15 +135,15 @@ class BlockBuffer:
             self.load(held)
             return self.gather(rows)
         # The rows need more blocks than fit: read one block after the other.
-        parts, indices = [], []
+        parts, chosen = [], []
         for number, key in enumerate(keys):
-            self._make_room([key])
-            self.load([key] if key in held else [])
-            indices += np.flatnonzero(which.reshape(-1) == number).tolist()
-            inside = rows.take(indices[-int((which == number).sum()) :])
-            parts.append(self.gather(inside))
+            if key in held:
+                self._make_room([key])
+                self.load([key])
+            chosen.append(np.flatnonzero(which.reshape(-1) == number))
+            parts.append(self.gather(Locations(rows.array[chosen[-1]])))
         merged = merge_rows(parts, [self._sources[key.source] for key in keys])
-        return take_rows(merged, np.argsort(indices).tolist())
+        return take_rows(merged, np.argsort(np.concatenate(chosen)).tolist())
 
     def _make_room(self, keys: Sequence[BlockKey]) -> bool:
         """Drop the least recently used blocks until ``keys`` fit. Return whether they do."""
@@ -164,6 +161,10 @@ class BlockBuffer:
         """Release all blocks."""
         self._drop(list(self._blocks))
         self._errors.clear()
+
+
+def _find_size(rows: Any) -> int:
+    return int(getattr(rows, "nbytes", 0))
 
 
 def release_memory() -> None:

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 #: Returns file and row number of one of the rows.
 NameRow = Callable[[int], tuple[str, int]]
 
-_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
-_INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-#: NumPy types of numbers by Arrow type.
-_NUMBERS = {**_FLOATS, "bool": "bool", **{name: name for name in _INTEGERS}}
-
 
 def is_record_batch(rows: Any) -> bool:
     """Return whether rows are a record batch, without importing pyarrow."""
@@ -139,31 +134,35 @@ def to_columns(rows: Any, name_row: NameRow) -> dict[str, Any]:
 
 def _convert_column(column: Any) -> Any:
     """Convert an Arrow column. Missing numbers are NaN, unless a float can't hold the others."""
-    kind = str(column.type)
-    if kind in _NUMBERS:
+    import pyarrow as pa
+
+    if _is_number(column.type):
         if not column.null_count:
             return _copy_numbers(column)
         values = column.to_pylist()
-        if "64" in kind and any(v is not None and abs(v) > 1 << 53 for v in values):
+        if column.type.bit_width == 64 and any(v is not None and abs(v) > 1 << 53 for v in values):
             return values
-        missing = [np.nan if value is None else value for value in values]
-        return np.array(missing, dtype=_NUMBERS[kind] if kind in _FLOATS else np.float64)
-    if kind.startswith("fixed_size_list<") and not column.null_count:
+        is_float = pa.types.is_floating(column.type)
+        dtype = column.type.to_pandas_dtype() if is_float else np.float64
+        return np.array([np.nan if value is None else value for value in values], dtype=dtype)
+    if pa.types.is_fixed_size_list(column.type) and not column.null_count:
         flat = column.flatten()
-        if str(flat.type) in _NUMBERS and not flat.null_count:
+        if _is_number(flat.type) and not flat.null_count:
             return _copy_numbers(flat).reshape(len(column), -1)
     return column.to_pylist()
 
 
+def _is_number(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or kind == pa.bool_())
+
+
 def _copy_numbers(column: Any) -> Any:
     """Return a copy of numbers without nulls. ``to_numpy`` would import pandas."""
-    data, offset = column.buffers()[1], column.offset
     if str(column.type) == "bool":
-        bits = np.frombuffer(data or b"", dtype=np.uint8)
-        unpacked = np.unpackbits(bits, count=offset + len(column), bitorder="little")
-        return unpacked[offset:].astype(bool)
-    values = np.frombuffer(data or b"", dtype=_NUMBERS[str(column.type)])
-    return values[offset : offset + len(column)].copy()
+        return np.array(column.to_pylist(), dtype=bool)
+    return np.from_dlpack(column).copy()
 
 
 def collect_columns(rows: Sequence[Any]) -> dict[str, Any]:

@@ -10,14 +10,13 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from miniray.data.loader.columns import collect_columns, to_columns, to_rows, to_table
-from miniray.data.loader.threads import DaemonPool
-from miniray.data.locations import Locations
+from miniray.data.loader.threads import DaemonPool, join_futures
 from miniray.data.plan.shard import split_evenly
 from miniray.errors import RowError
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 Format = Literal["numpy", "torch", "arrow"]
 RowId = tuple[str, int]
+Outcome = tuple[Any, Exception | None]
 
 #: Marks a row, or a batch, that is left out because of an error in the transform.
 SKIPPED = object()
@@ -63,14 +63,14 @@ class Skipped:
 
 
 class Decoder:
-    """Makes batches of encoded rows. Thread-safe.
+    """Converts encoded rows to batches. Thread-safe.
 
-    ``name_rows`` returns the ids of rows for errors.
+    Batches are known by the ``indices`` of their rows in ``row_ids``.
     """
 
     def __init__(
         self,
-        name_rows: Callable[[Locations], list[RowId]],
+        row_ids: Sequence[RowId],
         *,
         transform: Callable[[Any], Any] | None,
         collate_fn: Callable[[list[Any]], Any] | None,
@@ -79,64 +79,54 @@ class Decoder:
         skipped: Skipped,
         pool: ProcessPool | None = None,
     ) -> None:
-        self._name_rows = name_rows
+        self._row_ids = row_ids
         self._transform, self._collate, self._format = transform, collate_fn, format
         self._skip, self._skipped, self._pool = on_error == "skip", skipped, pool
 
-    def start_batch(self, rows: Any, locations: Locations, threads: DaemonPool) -> Future[Any]:
+    def start_batch(self, rows: Any, indices: Sequence[int], threads: DaemonPool) -> Future[Any]:
         """Decode a batch in threads, which divide its rows if there is a transform."""
-        count, workers = len(locations), len(threads.threads)
-        if self._transform is None or count < 2 or workers < 2:
-            return threads.submit(partial(self.decode_batch, rows, locations))
-        bounds = [split_evenly(count, worker, min(count, workers)) for worker in range(workers)]
-        ranges = [range(*bound) for bound in bounds[: min(count, workers)]]
-        return _Parts(self, rows, locations, ranges, threads).result
-
-    def decode_batch(self, rows: Any, locations: Locations) -> tuple[Any, int]:
-        """Decode a batch in this thread. Return it with the number of its rows."""
-        if self._transform is None and self._collate is None:
-            if self._format == "arrow":
-                return to_table(rows), len(locations)
-            columns = to_columns(rows, lambda i: self._name_row(locations, i))
-            return self._format_columns(columns), len(locations)
-        return self.join_parts([self.decode_part(rows, locations, range(len(locations)))])
-
-    def decode_part(self, rows: Any, locations: Locations, part: range) -> list[Any]:
-        """Transform some rows of a batch."""
-        decoded = to_rows(
-            rows[part.start : part.stop], lambda i: self._name_row(locations, part.start + i)
+        shares = min(len(indices), len(threads.threads))
+        if self._transform is None or shares < 2:
+            return threads.submit(partial(self._decode_batch, rows, indices))
+        parts = [slice(*split_evenly(len(indices), share, shares)) for share in range(shares)]
+        return join_futures(
+            [threads.submit(partial(self._decode_rows, rows[p], indices[p])) for p in parts],
+            self._collate_rows,
         )
+
+    def _decode_batch(self, rows: Any, indices: Sequence[int]) -> tuple[Any, int]:
+        """Return a batch and the number of its rows."""
+        if self._transform is not None or self._collate is not None:
+            return self._collate_rows([self._decode_rows(rows, indices)])
+        if self._format == "arrow":
+            return to_table(rows), len(indices)
+        columns = to_columns(rows, lambda i: self._row_ids[indices[i]])
+        return self._format_columns(columns), len(indices)
+
+    def _decode_rows(self, rows: Any, indices: Sequence[int]) -> list[Any]:
+        """Return transformed rows."""
+        decoded = to_rows(rows, lambda i: self._row_ids[indices[i]])
         if self._transform is None:
             return decoded
         if self._pool is not None:
-            file, row = self._name_row(locations, part.start)
-            outcomes = self._pool.apply(decoded, file, row)
-            return [
-                value if error is None else self._handle_error(locations, i, error)
-                for i, (value, error) in zip(part, outcomes, strict=True)
-            ]
-        found = []
-        for i, row in zip(part, decoded, strict=True):
-            try:
-                found.append(self._transform(row))
-            except Exception as error:  # user code can raise anything
-                found.append(self._handle_error(locations, i, error))
-        return found
+            outcomes: Iterable[Outcome] = self._pool.apply(decoded, *self._row_ids[indices[0]])
+        else:
+            outcomes = map(partial(try_transform, self._transform), decoded)
+        return [
+            value if error is None else self._handle_error(self._row_ids[index], error)
+            for index, (value, error) in zip(indices, outcomes, strict=True)
+        ]
 
-    def _name_row(self, locations: Locations, index: int) -> RowId:
-        return self._name_rows(locations[index : index + 1])[0]
-
-    def _handle_error(self, locations: Locations, index: int, error: BaseException) -> Any:
-        file, row = self._name_row(locations, index)
+    def _handle_error(self, row_id: RowId, error: Exception) -> Any:
         if self._skip:
-            self._skipped.add((file, row), error)
+            self._skipped.add(row_id, error)
             return SKIPPED
+        file, row = row_id
         raise RowError(
             f"{file}, row {row}: the transform raised {type(error).__name__}: {error}", file, row
         ) from error
 
-    def join_parts(self, parts: Sequence[list[Any]]) -> tuple[Any, int]:
-        """Collate transformed rows. Return the batch with the number of its rows."""
+    def _collate_rows(self, parts: Sequence[list[Any]]) -> tuple[Any, int]:
         rows = [row for part in parts for row in part if row is not SKIPPED]
         if not rows:
             return SKIPPED, 0
@@ -155,47 +145,12 @@ class Decoder:
             self._pool.close(patience=0)
 
 
-class _Parts:
-    """A batch whose rows are divided among threads. The last one collates it."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        rows: Any,
-        locations: Locations,
-        ranges: Sequence[range],
-        threads: DaemonPool,
-    ) -> None:
-        self.result: Future[Any] = Future()
-        self._decoder = decoder
-        self._parts: list[Any] = [None] * len(ranges)
-        self._missing = len(ranges)
-        self._lock = threading.Lock()
-        for number, part in enumerate(ranges):
-            threads.submit(partial(self._decode, number, rows, locations, part)).add_done_callback(
-                self._cancel
-            )
-
-    def _cancel(self, future: Future[Any]) -> None:
-        if future.cancelled():
-            self.result.cancel()
-
-    def _decode(self, number: int, rows: Any, locations: Locations, part: range) -> None:
-        error: BaseException | None = None
-        try:
-            self._parts[number] = self._decoder.decode_part(rows, locations, part)
-        except BaseException as raised:  # raised by ``result``
-            error = raised
-        with self._lock:
-            self._missing -= 1
-            is_last = self._missing == 0
-            if error is not None and not self.result.done():
-                self.result.set_exception(error)
-        if is_last and not self.result.done():
-            try:
-                self.result.set_result(self._decoder.join_parts(self._parts))
-            except BaseException as raised:
-                self.result.set_exception(raised)
+def try_transform(transform: Callable[[Any], Any], row: Any) -> Outcome:
+    """Return the transformed row, or the error that the transform raised."""
+    try:
+        return transform(row), None
+    except Exception as error:  # user code can raise anything
+        return None, error
 
 
 def _to_tensor(column: Any) -> Any:

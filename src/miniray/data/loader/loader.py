@@ -1,12 +1,11 @@
-"""Batches for a training loop, made in the process that uses them."""
+"""Batches for a training loop, created in the process that uses them."""
 
 from __future__ import annotations
 
 import copy
 import os
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,9 +13,8 @@ import numpy as np
 from miniray.checks import check_bool, check_choice, check_int, suggest_options
 from miniray.data.dataset import Dataset
 from miniray.data.loader.batching import TokenBatches
-from miniray.data.loader.blocks import BlockBuffer
-from miniray.data.loader.decode import SKIPPED, Decoder, Format, Skipped
-from miniray.data.loader.stream import BatchStream
+from miniray.data.loader.decode import Decoder, Format, Skipped
+from miniray.data.loader.stream import BatchStream, LoaderIterator
 from miniray.data.observers import observers
 from miniray.data.plan.progress import check_state
 from miniray.data.sources.base import select_columns
@@ -30,36 +28,38 @@ from miniray.data.sources.base import select_columns
     }
 )
 class DataLoader:
-    """Batches of a rank's share of ``dataset``, read and decoded ahead in threads of this process.
+    """Batches of a rank's shard of ``dataset``, read and decoded ahead in threads of this process.
 
-    A batch is a dict of columns: numpy arrays for numbers, lists for bytes, text and nested values.
+    A batch is a dict of columns: NumPy arrays for numbers, lists for bytes, text and nested values.
 
     Args:
-        dataset: a dataset or mixture of ``miniray.data``, with its rank.
-        batch_size: rows in a batch; with ``batch_by="tokens"`` the tokens a padded batch may have.
-        collate_fn: makes the batch from a list of rows, in place of columns.
-        transform: ``transform(row)`` for each row (a dict), late and in the loader's threads:
-            decode an image here. Dicts it returns become columns again. For many rows at once use
-            ``collate_fn``.
-        drop_last: leave out a last batch that is not full.
-        memory_budget: bytes in flight, in place of the dataset's budget.
-        prefetch: batches made ahead. 0: nothing runs outside of the caller's thread.
-        decode_workers: threads that transform. 0: the reading thread does it.
-        decode_processes: use processes instead, for transforms that hold the GIL. They are started
-            by ``spawn``, never by fork, so ``transform`` must be picklable (cloudpickle). A process
-            that is lost is replaced, and its rows are transformed again.
-        batch_by: ``"tokens"`` makes batches of rows of similar length, cut so that longest × rows
-            stays within ``batch_size``. ``length`` is the column with the number of tokens (or
-            with the tokens), or a function of a row. ``bucket_rows`` are sorted at a time.
-        on_error: ``"skip"`` leaves out rows whose transform raises, and counts them
-            (``loader.skipped``); a batch then has fewer rows. ``"raise"``: ``RowError``.
-        format: ``"numpy"`` (default), ``"torch"`` makes tensors of numpy columns, ``"arrow"``
-            batches that are tables. The default of a loader that is passed to a torch trainer as
-            ``data=`` is ``"torch"``.
+        dataset: Dataset or mixture of ``miniray.data``, with its rank.
+        batch_size: Rows per batch, or with ``batch_by="tokens"``, maximum tokens of a padded batch.
+        collate_fn: Creates the batch from a list of rows, instead of columns.
+        transform: ``transform(row)`` is called for each row (a dict) in the threads of the loader,
+            for example to decode an image. Dicts that it returns become columns again. To convert
+            many rows at once, use ``collate_fn``.
+        drop_last: Leave out a last batch that isn't full.
+        memory_budget: Bytes that this rank may hold; defaults to the dataset's budget.
+        prefetch: Batches to decode ahead. With 0, everything runs in the caller's thread.
+        decode_workers: Threads that decode, at least one if ``prefetch``.
+        decode_processes: Transform in processes, for transforms that hold the GIL. They are started
+            with ``spawn``, so cloudpickle must be able to pickle ``transform``. A process that is
+            lost is replaced, and its rows are transformed again.
+        batch_by: ``"tokens"`` for batches of rows of similar length. The number of rows times the
+            longest row is at most ``batch_size``.
+        length: Column with the number of tokens or with the tokens, or a function of a row. For
+            ``batch_by="tokens"``.
+        bucket_rows: Rows that are sorted by length at a time. For ``batch_by="tokens"``.
+        on_error: ``"skip"`` leaves out rows whose transform raises and counts them in
+            ``loader.skipped``, so a batch can have fewer rows. ``"raise"`` raises ``RowError``.
+        format: ``"numpy"``, ``"torch"`` for tensors instead of NumPy arrays, or ``"arrow"`` for
+            tables. The default is ``"numpy"``, and ``"torch"`` for a loader that is passed to a
+            torch trainer as ``data=``.
 
-    Leaving a loop early, an exception in it, or dropping the loader ends its threads. A new
-    ``iter()`` starts the epoch again, and a loop that is then still under way is a
-    ``RuntimeError``; one that ran to the end begins the next epoch.
+    The threads end if you leave the loop early, if it raises an exception, or if the loader is
+    dropped. A new ``iter()`` starts the epoch again, and an earlier loop that hasn't ended then
+    raises ``RuntimeError``. After a loop that ran to the end, the next epoch begins.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class DataLoader:
     ) -> None:
         if not isinstance(dataset, Dataset):
             raise TypeError(
-                f"DataLoader takes a dataset of miniray.data, not {type(dataset).__name__}; put"
-                " anything with len and [] into IndexedDataset(...)"
+                f"dataset must be a dataset of miniray.data, not {type(dataset).__name__}. Put"
+                " anything with len and [] into IndexedDataset(...)."
             )
         self.dataset = dataset
         self.batch_size = check_int("batch_size", batch_size, 1)
@@ -92,11 +92,14 @@ class DataLoader:
         self.prefetch = check_int("prefetch", prefetch, 0)
         self.decode_workers = check_int("decode_workers", decode_workers, 0)
         self._decode_processes = check_bool("decode_processes", decode_processes)
-        self.batch_by, self._length = batch_by, length
-        self._bucket_rows = check_int("bucket_rows", bucket_rows, 1)
+        self.batch_by, self._bucket_rows = batch_by, check_int("bucket_rows", bucket_rows, 1)
         self._on_error, self._is_format_fixed = on_error, format is not None
         self._format: Format = "numpy" if format is None else format
-        self._check()
+        self._check(length)
+        #: Cuts batches by tokens.
+        self.tokens = (
+            None if length is None else TokenBatches(self.batch_size, length, self._bucket_rows)
+        )
         if memory_budget is not None:
             dataset.set_memory_budget(memory_budget)
         #: Rows left out in all epochs (``on_error="skip"``).
@@ -104,12 +107,10 @@ class DataLoader:
         self._running: weakref.ref[LoaderIterator] | None = None
         self._pool: Any = None
         self._skip = (0, 0)  # rows and batches that the next loop leaves out
-        if self.batch_by:
-            dataset.set_chunk_rest(self._find_chunk_rest)
 
-    def _check(self) -> None:
+    def _check(self, length: str | Callable[[Any], int] | None) -> None:
         """Raise an error for invalid combinations of options, before anything is started."""
-        transform, length, batch_by = self.transform, self._length, self.batch_by
+        transform, batch_by = self.transform, self.batch_by
         for name, function in [("transform", transform), ("collate_fn", self.collate_fn)]:
             if function is not None and not callable(function):
                 raise ValueError(f"{name} must be a function, not {function!r}")
@@ -121,7 +122,7 @@ class DataLoader:
         if self._on_error == "skip" and transform is None:
             raise ValueError("on_error='skip' skips rows whose transform fails, so pass transform=")
         if self._decode_processes and transform is None:
-            raise ValueError("decode_processes=True needs a transform to run in them")
+            raise ValueError("decode_processes=True needs a transform to run in the processes")
         if self.decode_workers and not self.prefetch:
             raise ValueError("decode_workers need prefetch >= 1, because they decode ahead")
         if batch_by == "tokens" and length is None:
@@ -139,16 +140,16 @@ class DataLoader:
                 " rows"
             )
         if batch_by == "tokens" and self.drop_last:
-            raise ValueError("drop_last has no meaning for batches by tokens: all differ in rows")
+            raise ValueError("drop_last has no meaning for batches by tokens, which differ in rows")
 
     @property
     def memory_budget(self) -> int:
-        """Bytes that rows read ahead may take, in this process."""
+        """Bytes that this rank may hold."""
         return self.dataset.memory_budget
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, from 0; it is counted up when its last batch was taken."""
+        """Current epoch, from 0. The next one begins when the last batch was delivered."""
         return self.dataset.epoch
 
     @property
@@ -161,40 +162,28 @@ class DataLoader:
         """Whether iteration has started."""
         return self.dataset.has_started
 
-    def _create_tokens(self) -> TokenBatches | None:
-        if self.batch_by is None:
-            return None
-        assert self._length is not None
-        return TokenBatches(self.dataset, self.batch_size, self._length, self._bucket_rows)
-
-    def _find_chunk_rest(self, positions: Any, batches: int) -> Any:
+    def _find_chunk_rest(self, positions: Sequence[int], batches: int) -> list[int]:
         """Return the positions of a chunk of an earlier run that weren't in its first batches."""
-        tokens = self._create_tokens()
-        assert tokens is not None
-        dataset, array = self.dataset, np.asarray(positions, dtype=np.int64)
-        locations = dataset.locate(array)
-        buffer = BlockBuffer(dataset.sources, self.memory_budget // 2, tokens.columns)
-        rest = tokens.cut(buffer.read_rows(locations), array, locations)[batches:]
-        return sorted(positions[i] for batch in rest for i in batch)
+        assert self.tokens is not None
+        chunk = np.asarray(positions, dtype=np.int64)
+        cut = self.tokens.read(self.dataset, chunk, self.tokens.create_buffer(self.dataset))
+        return sorted(positions[i] for batch in cut[batches:] for i in batch)
 
     def __len__(self) -> int:
         """Number of batches of the epoch, or of the rest of it after ``load_state_dict``."""
-        tokens = self._create_tokens()
-        if tokens is None:
-            rows = len(self.dataset)
-            return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
-        return sum(self.count_chunk_batches())
+        if self.tokens is not None:
+            return sum(self.count_chunk_batches())
+        rows = len(self.dataset)
+        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
     def count_chunk_batches(self) -> Iterator[int]:
         """Yield the number of batches by tokens in each chunk of rows. Reads their lengths."""
-        tokens, total = self._create_tokens(), len(self.dataset)
-        assert tokens is not None
-        buffer = BlockBuffer(self.dataset.sources, self.memory_budget // 2, tokens.columns)
-        for start in range(0, total, tokens.chunk_rows):
-            indices = np.arange(start, min(total, start + tokens.chunk_rows))
+        assert self.tokens is not None
+        total, buffer = len(self.dataset), self.tokens.create_buffer(self.dataset)
+        for start in range(0, total, self.tokens.chunk_rows):
+            indices = np.arange(start, min(total, start + self.tokens.chunk_rows))
             positions = self.dataset.find_positions(indices)
-            locations = self.dataset.locate(positions)
-            yield len(tokens.cut(buffer.read_rows(locations), positions, locations))
+            yield len(self.tokens.read(self.dataset, positions, buffer))
 
     def skip_batches(self, batches: int, chunks: int = 0) -> None:
         """Let the next loop leave out batches that this rank has had, and nothing else change.
@@ -217,11 +206,11 @@ class DataLoader:
         skip, self._skip = self._skip, (0, 0)
         if any(skip):
             taken = list(skip) if skip[1] else skip[0]
-            self.dataset.record_taken(taken, alone=self.batch_by is not None)
+            self.dataset.record_taken(taken, alone=self.tokens is not None)
         for observer in observers:
             observer.on_pass_start(self, self.dataset.epoch)
         decoder = Decoder(
-            self.dataset.name_rows,
+            self.dataset.row_ids,
             transform=self.transform,
             collate_fn=self.collate_fn,
             format=self._format,
@@ -229,18 +218,7 @@ class DataLoader:
             skipped=self.skipped,
             pool=self._open_process_pool(),
         )
-        stream = BatchStream(
-            self.dataset,
-            decoder,
-            batch_size=None if self.batch_by else self.batch_size,
-            tokens=self._create_tokens(),
-            skip=skip,
-            drop_last=self.drop_last,
-            prefetch=self.prefetch,
-            workers=self.decode_workers,
-            memory_budget=self.memory_budget,
-        )
-        iterator = LoaderIterator(self, stream, alone=self.batch_by is not None)
+        iterator = LoaderIterator(self, BatchStream(self, decoder, skip))
         self._running = weakref.ref(iterator)
         return iterator
 
@@ -258,7 +236,6 @@ class DataLoader:
         """Return the same loader for a different rank. Nothing is read again."""
         other = copy.copy(self)
         other.dataset = self.dataset.shard(rank, world_size)
-        other.__setstate__(other.__getstate__())
         return other
 
     def __getstate__(self) -> dict[str, Any]:
@@ -268,8 +245,6 @@ class DataLoader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.skipped = Skipped()
-        if self.batch_by:
-            self.dataset.set_chunk_rest(self._find_chunk_rest)
 
     def _end_iteration(self, is_displaced: bool = False) -> None:
         running = None if self._running is None else self._running()
@@ -310,10 +285,10 @@ class DataLoader:
         batching = [self.batch_size, self._bucket_rows] if self.batch_by else None
         if state.get("batching") != batching:
             raise ValueError(
-                f"the state was taken with batches by tokens {state.get('batching')} (tokens,"
-                f" bucket_rows), and this loader has {batching}; make it with the same"
+                f"The state was saved with batches by tokens {state.get('batching')} (batch_size,"
+                f" bucket_rows), and this loader has {batching}. Create it with the same values."
             )
-        self.dataset.load_state_dict(state)
+        self.dataset.load_state_dict(state, None if batching is None else self._find_chunk_rest)
 
     def close(self) -> None:
         """End the threads of a running iteration, and worker processes."""
@@ -321,77 +296,3 @@ class DataLoader:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-
-
-class LoaderIterator(Iterator[Any]):
-    """One pass over the batches of a loader. Records what was delivered.
-
-    ``alone``: other ranks can take batches of different sizes, so that states must be merged.
-    """
-
-    def __init__(self, loader: DataLoader, stream: BatchStream, alone: bool) -> None:
-        self._loader, self._alone = loader, alone
-        self._stream: BatchStream | None = stream
-        self._epoch = loader.epoch
-        self._is_displaced = False
-        # The threads don't refer to this object, so it is collected when the loop drops it.
-        self._finalizer = weakref.finalize(self, BatchStream.close, stream)
-
-    def __iter__(self) -> LoaderIterator:
-        return self
-
-    def __next__(self) -> Any:
-        while self._stream is not None:
-            try:
-                delivery = self._stream.take()
-            except BaseException:
-                self.close()
-                raise
-            if delivery is None:
-                is_complete = not self._is_displaced and self._stream is not None
-                self.close()
-                if is_complete:
-                    self._finish()
-                break
-            is_skipped = delivery.batch is SKIPPED
-            # With one batch fewer than other ranks, the state is valid for this rank only.
-            self._alone = self._alone or is_skipped
-            self._loader.dataset.record_taken(delivery.taken, self._alone, delivery.is_last)
-            if observers:
-                numbers = self._loader.dataset.number_rows(delivery.locations)
-                for observer in observers:
-                    observer.on_batch(self._loader, numbers, delivery.num_rows)
-            if not is_skipped:
-                return delivery.batch
-        if self._is_displaced:
-            raise RuntimeError(
-                "This loop can't continue: a new loop over the loader was started, or set_epoch or"
-                " load_state_dict was called. Use loader.shard(rank, world_size) for a second"
-                " loader over the same rows."
-            )
-        raise StopIteration
-
-    def _finish(self) -> None:
-        loader = self._loader
-        loader.dataset.finish_epoch()
-        for observer in observers:
-            observer.on_pass_end(loader)
-        if loader.skipped.count:
-            warnings.warn(
-                f"Rows skipped by the end of epoch {self._epoch}: {loader.skipped.count},"
-                f" {loader.skipped.by_file()}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def close(self, is_displaced: bool = False) -> None:
-        """End the threads. Rows that were delivered stay delivered.
-
-        ``is_displaced``: The loop doesn't expect this and must not take it for the end.
-        """
-        self._is_displaced = is_displaced and self._stream is not None
-        self._stream = None
-        self._finalizer()

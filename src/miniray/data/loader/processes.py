@@ -20,6 +20,7 @@ from typing import Any
 
 import cloudpickle
 
+from miniray.data.loader.decode import Outcome, try_transform
 from miniray.errors import DataError
 
 _PATIENCE = 3.0  # seconds for workers to end by themselves
@@ -53,7 +54,7 @@ class ProcessPool:
             initargs=self._arguments,
         )
 
-    def apply(self, rows: list[Any], file: str, row: int) -> list[tuple[Any, BaseException | None]]:
+    def apply(self, rows: list[Any], file: str, row: int) -> list[Outcome]:
         """Return a pair (value, error) for each row.
 
         If the process is lost, transform the rows again in a new one. Raise ``DataError`` if that
@@ -71,17 +72,17 @@ class ProcessPool:
                     break
                 if attempt < _ATTEMPTS:
                     warnings.warn(
-                        f"a decode process ended while it transformed rows of {file}, from row"
-                        f" {row}. It was killed (out of memory?) or the transform crashed. The rows"
-                        " are transformed again in a new process",
+                        f"A decode process ended while it transformed rows of {file}, from row"
+                        f" {row}. It was killed, for example because memory ran out, or the"
+                        " transform crashed. The rows are transformed again in a new process.",
                         RuntimeWarning,
                         stacklevel=2,
                     )
             raise DataError(
                 f"{_ATTEMPTS} decode processes ended while they transformed the same {len(rows)}"
-                f" rows of {file}, from row {row}. They were killed (out of memory?), the transform"
-                " crashes, or it can't be loaded there. Scripts that use decode_processes need"
-                " `if __name__ == '__main__':` around what they run",
+                f" rows of {file}, from row {row}. They were killed, for example because memory ran"
+                " out, the transform crashes, or they can't load it. Scripts that use"
+                " decode_processes need `if __name__ == '__main__':` around the code that runs.",
                 file,
                 row,
             ) from lost
@@ -132,15 +133,10 @@ def _exit_with(ends: list[int | connection.Connection]) -> None:
     os._exit(1)
 
 
-def _transform_rows(rows: list[Any]) -> list[tuple[Any, BaseException | None]]:
+def _transform_rows(rows: list[Any]) -> list[Outcome]:
     assert _transform is not None
-    found: list[tuple[Any, BaseException | None]] = []
-    for row in rows:
-        try:
-            found.append((_transform(row), None))
-        except Exception as error:  # user code can raise anything
-            found.append((None, _make_picklable(error)))
-    return found
+    outcomes = [try_transform(_transform, row) for row in rows]
+    return [(value, None if error is None else _make_picklable(error)) for value, error in outcomes]
 
 
 def _make_picklable(error: Exception) -> Exception:

@@ -6,97 +6,70 @@ window, and decode threads convert the rows. Errors are raised after all earlier
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from miniray.data.loader.batching import TokenBatches
 from miniray.data.loader.blocks import BlockBuffer
 from miniray.data.loader.columns import merge_rows, take_rows
-from miniray.data.loader.decode import Decoder, size_of
+from miniray.data.loader.decode import SKIPPED, Decoder, size_of
 from miniray.data.loader.threads import DaemonPool
-from miniray.data.locations import Locations, concat_locations
+from miniray.data.observers import observers
+from miniray.data.sources.base import Source
 
 if TYPE_CHECKING:
-    from miniray.data.dataset import Dataset
-    from miniray.data.loader.batching import TokenBatches
+    from miniray.data.loader.loader import DataLoader
 
 _CLOSE_TIMEOUT_S = 3.0
 
-_open_streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()
 
+class Batch(NamedTuple):
+    """Encoded rows or the decoded batch, and what the rank has taken after it."""
 
-class EncodedBatch(NamedTuple):
-    """Rows of a batch before decoding, and what the rank has taken after it."""
-
-    rows: Any
-    locations: Locations
-    taken: Any
-    is_last: bool
-
-
-class Delivery(NamedTuple):
-    """A decoded batch, and what the rank has taken after it."""
-
-    batch: Any
+    content: Any
     num_rows: int
-    locations: Locations
+    indices: Sequence[int]  # of its rows in the shard
     taken: Any
     is_last: bool
 
 
 class BatchStream:
-    """One pass over the batches of a dataset.
+    """One pass over the batches of a loader.
+
+    With ``prefetch=0``, everything runs in the consumer's thread. Half of the memory budget is for
+    blocks, half for decoded batches.
 
     Args:
-        dataset: Dataset of the rank.
+        loader: The loader.
         decoder: Converts encoded rows.
-        batch_size: Rows per batch, or None for ``tokens``.
-        tokens: Cuts chunks of rows into batches.
-        drop_last: Leave out a last batch that isn't full.
-        prefetch: Batches to decode ahead. 0 uses only the consumer's thread.
-        skip: Rows to leave out, and batches after them. With ``tokens``, the rows are whole chunks.
-        workers: Threads that decode, at least one if ``prefetch``.
-        memory_budget: Half of it is for blocks, half for decoded batches.
+        skip: Rows to leave out, and batches after them. With batches by tokens, the rows are whole
+            chunks.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        decoder: Decoder,
-        *,
-        batch_size: int | None,
-        tokens: TokenBatches | None,
-        skip: tuple[int, int],
-        drop_last: bool,
-        prefetch: int,
-        workers: int,
-        memory_budget: int,
-    ) -> None:
-        self._dataset, self._decoder, self._tokens = dataset, decoder, tokens
-        self._skip = skip
-        self._chunk_rows = tokens.chunk_rows if tokens is not None else batch_size or 1
-        self._drop_last, self._prefetch = drop_last, prefetch
-        self._limit_bytes = memory_budget // 2
-        self.buffer = BlockBuffer(dataset.sources, memory_budget // 2)
+    def __init__(self, loader: DataLoader, decoder: Decoder, skip: tuple[int, int]) -> None:
+        self._dataset, self._decoder, self._skip = loader.dataset, decoder, skip
+        self._batch_size, self._drop_last = loader.batch_size, loader.drop_last
+        self._prefetch, self._limit_bytes = loader.prefetch, loader.memory_budget // 2
+        self.buffer = BlockBuffer(self._dataset.sources, self._limit_bytes)
         self._pid = os.getpid()
-        self._reader = DaemonPool("miniray-read", 1 if prefetch else 0)
-        self._threads = DaemonPool("miniray-decode", max(1, workers) if prefetch else 0)
+        self._reader = DaemonPool("miniray-read", 1 if self._prefetch else 0)
+        decoders = max(1, loader.decode_workers) if self._prefetch else 0
+        self._threads = DaemonPool("miniray-decode", decoders)
+        tokens = loader.tokens
         encoded = self._gather_batches() if tokens is None else self._gather_token_batches(tokens)
-        self._deliveries = self._decode_ahead(encoded)
-        if prefetch:
-            _open_streams.add(self)
+        self._batches = self._decode_ahead(encoded)
 
-    def take(self) -> Delivery | None:
+    def take(self) -> Batch | None:
         """Return the next batch, or None after the last."""
         if self._pid != os.getpid():
             raise RuntimeError(
@@ -104,23 +77,22 @@ class BatchStream:
                 " parent process. Create one with iter(loader) in the child process."
             )
         try:
-            return next(self._deliveries, None)
+            return next(self._batches, None)
         except CancelledError:  # closed by a different thread
             return None
 
     def close(self) -> None:
-        """End the threads and release the memory. Can be called twice and from any thread.
+        """End the threads and release the memory. Can be called from any thread.
 
         A thread in a transform that doesn't return can't be ended. It is left behind with a
         ``RuntimeWarning``, and ends with the transform or the interpreter.
         """
-        _open_streams.discard(self)
         if self._pid != os.getpid():
             return  # the threads, and the holders of locks, are in the parent
         self._reader.close()
         self._threads.close()
         with contextlib.suppress(ValueError):  # running: the garbage collector is in one of us
-            self._deliveries.close()
+            self._batches.close()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         alive = self._reader.join(deadline) + self._threads.join(deadline)
         if alive:
@@ -135,7 +107,7 @@ class BatchStream:
 
     # -- rows ------------------------------------------------------------------------------------
 
-    def _gather_chunks(self, chunk_rows: int) -> Generator[tuple[Any, Locations], None, None]:
+    def _gather_chunks(self, chunk_rows: int) -> Generator[Any, None, None]:
         """Yield encoded rows in order, ``chunk_rows`` at a time; the last chunk can have fewer.
 
         A thread loads the next window if it fits. The rows that a window leaves over are gathered
@@ -144,63 +116,59 @@ class BatchStream:
         buffer, sources = self.buffer, self._dataset.sources
         windows = self._dataset.iter_windows(self._skip[0])
         upcoming = next(windows, None)
-        loading: Future[bool] | None = None
-        parts: list[tuple[Any, Locations]] = []
+        parts: list[Any] = []
+        owners: list[Source] = []
         missing = chunk_rows
         while upcoming is not None:
-            window = upcoming
-            if loading is None or not loading.result():
-                # In the same thread: every thread that reads has open files.
-                self._reader.submit(partial(buffer.load, window.blocks)).result()
-            upcoming = next(windows, None)
+            window, upcoming = upcoming, next(windows, None)
+            # In the same thread: every thread that reads has open files.
+            self._reader.submit(partial(buffer.load, window.blocks)).result()
             if upcoming is not None:
-                loading = self._reader.submit(partial(buffer.load, upcoming.blocks, ahead=True))
+                self._reader.submit(partial(buffer.load, upcoming.blocks, ahead=True))
             start = 0
             while start < len(window.rows):
                 locations = window.rows[start : start + missing]
-                parts.append((buffer.gather(locations), locations))
+                parts.append(buffer.gather(locations))
+                owners.append(sources[locations[0].source])
                 start += len(locations)
                 missing -= len(locations)
                 if not missing:
-                    yield _join_parts(parts, sources)
-                    parts, missing = [], chunk_rows
+                    yield parts[0] if len(parts) == 1 else merge_rows(parts, owners)
+                    parts, owners, missing = [], [], chunk_rows
             buffer.keep_only(() if upcoming is None else upcoming.blocks)
         if parts:
-            yield _join_parts(parts, sources)
+            yield parts[0] if len(parts) == 1 else merge_rows(parts, owners)
 
-    def _gather_batches(self) -> Generator[EncodedBatch, None, None]:
-        skip, size = self._skip[0], self._chunk_rows
-        total = len(self._dataset) - skip
-        count = total // size if self._drop_last else -(-total // size)
-        if count <= 0:
-            return
+    def _gather_batches(self) -> Generator[Batch, None, None]:
+        first, size, end = self._skip[0], self._batch_size, len(self._dataset)
+        if self._drop_last:
+            end -= (end - first) % size
         with contextlib.closing(self._gather_chunks(size)) as chunks:
-            for number, (rows, locations) in enumerate(chunks, 1):
+            for start in range(first, end, size):
+                indices = range(start, min(start + size, end))
                 # Count full batches, so that the state of a rank with a short last batch is valid
                 # for all ranks.
-                yield EncodedBatch(rows, locations, skip + number * size, number == count)
-                if number == count:
-                    return
+                taken, is_last = start + size, indices.stop == end
+                yield Batch(next(chunks), len(indices), indices, taken, is_last)
 
-    def _gather_token_batches(self, tokens: TokenBatches) -> Generator[EncodedBatch, None, None]:
+    def _gather_token_batches(self, tokens: TokenBatches) -> Generator[Batch, None, None]:
         total, (start, skipped) = len(self._dataset), self._skip
-        for rows, locations in self._gather_chunks(tokens.chunk_rows):
-            stop = start + len(locations)
+        for rows in self._gather_chunks(tokens.chunk_rows):
+            stop = start + len(rows)
             positions = self._dataset.find_positions(np.arange(start, stop))
-            batches = tokens.cut(rows, positions, locations)
-            for number, indices in enumerate(batches[skipped:], skipped + 1):
+            batches = tokens.cut(self._dataset, rows, positions)
+            for number, chosen in enumerate(batches[skipped:], skipped + 1):
                 taken: Any = stop if number == len(batches) else [start, number]
-                encoded, found = take_rows(rows, indices), locations.take(indices)
-                yield EncodedBatch(encoded, found, taken, taken == total)
+                indices = [start + i for i in chosen]
+                encoded = take_rows(rows, chosen)
+                yield Batch(encoded, len(chosen), indices, taken, taken == total)
             start, skipped = stop, 0
 
     # -- decoding --------------------------------------------------------------------------------
 
-    def _decode_ahead(
-        self, encoded: Generator[EncodedBatch, None, None]
-    ) -> Generator[Delivery, None, None]:
+    def _decode_ahead(self, encoded: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
         """Decode up to ``prefetch`` batches ahead while the decoded bytes fit into the limit."""
-        pending: deque[tuple[EncodedBatch, Future[Any]]] = deque()
+        pending: deque[tuple[Batch, Future[Any]]] = deque()
         batch_bytes: int | None = None  # unknown until the first batch is decoded
         error: Exception | None = None
 
@@ -209,8 +177,8 @@ class BatchStream:
             while error is None and self._has_room(len(pending), batch_bytes):
                 try:
                     batch = next(encoded)
-                    future = self._decoder.start_batch(batch.rows, batch.locations, self._threads)
-                    pending.append((batch._replace(rows=None), future))
+                    future = self._decoder.start_batch(batch.content, batch.indices, self._threads)
+                    pending.append((batch._replace(content=None), future))
                 except Exception as raised:  # StopIteration, or a block that can't be read
                     error = raised  # deliver the earlier batches first
 
@@ -218,13 +186,13 @@ class BatchStream:
             fill()
             while pending:
                 batch, future = pending.popleft()
-                result, num_rows = future.result()
-                batch_bytes = max(size_of(result), (batch_bytes or 0) * 7 // 8)
-                delivery = Delivery(result, num_rows, batch.locations, batch.taken, batch.is_last)
-                del batch, future, result
+                content, num_rows = future.result()
+                batch_bytes = max(size_of(content), (batch_bytes or 0) * 7 // 8)
+                batch = batch._replace(content=content, num_rows=num_rows)
+                del future, content
                 fill()  # before the consumer is busy with this batch
-                yield delivery
-                del delivery
+                yield batch
+                del batch
         if not isinstance(error, StopIteration):
             assert error is not None
             raise error
@@ -237,15 +205,74 @@ class BatchStream:
         return pending < self._prefetch and (pending + 1) * batch_bytes <= self._limit_bytes
 
 
-def _join_parts(parts: list[tuple[Any, Locations]], sources: Any) -> tuple[Any, Locations]:
-    if len(parts) == 1:
-        return parts[0]
-    owners = [sources[int(locations.array[0, 0])] for _, locations in parts]
-    rows = merge_rows([rows for rows, _ in parts], owners)
-    return rows, concat_locations([locations for _, locations in parts])
+class LoaderIterator(Iterator[Any]):
+    """One pass over the batches of a loader. Records what was delivered."""
 
+    def __init__(self, loader: DataLoader, stream: BatchStream) -> None:
+        self._loader = loader
+        #: Whether other ranks can take different numbers of rows, so that states must be merged.
+        self._is_alone = loader.tokens is not None
+        self._stream: BatchStream | None = stream
+        self._is_displaced = False
+        # The threads don't refer to this object, so it is collected when the loop drops it.
+        self._finalizer = weakref.finalize(self, BatchStream.close, stream)
 
-@atexit.register
-def _close_all() -> None:
-    for stream in list(_open_streams):
-        stream.close()
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        while self._stream is not None:
+            try:
+                batch = self._stream.take()
+            except BaseException:
+                self.close()
+                raise
+            if batch is None:
+                is_complete = not self._is_displaced and self._stream is not None
+                self.close()
+                if is_complete:
+                    self._finish()
+                break
+            # With one batch fewer than other ranks, the state is valid for this rank only.
+            is_skipped = batch.content is SKIPPED
+            self._is_alone = self._is_alone or is_skipped
+            self._loader.dataset.record_taken(batch.taken, self._is_alone, batch.is_last)
+            if observers:
+                dataset = self._loader.dataset
+                numbers = dataset.number_positions(dataset.find_positions(batch.indices))
+                for observer in observers:
+                    observer.on_batch(self._loader, numbers, batch.num_rows)
+            if not is_skipped:
+                return batch.content
+        if self._is_displaced:
+            raise RuntimeError(
+                "This loop can't continue: a new loop over the loader was started, or set_epoch or"
+                " load_state_dict was called. Use loader.shard(rank, world_size) for a second"
+                " loader over the same rows."
+            )
+        raise StopIteration
+
+    def _finish(self) -> None:
+        loader, epoch = self._loader, self._loader.epoch
+        loader.dataset.finish_epoch()
+        for observer in observers:
+            observer.on_pass_end(loader)
+        if loader.skipped.count:
+            warnings.warn(
+                f"Rows skipped by the end of epoch {epoch}: {loader.skipped.count},"
+                f" {loader.skipped.by_file()}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def close(self, is_displaced: bool = False) -> None:
+        """End the threads. Rows that were delivered stay delivered.
+
+        ``is_displaced``: The loop doesn't expect this and must not take it for the end.
+        """
+        self._is_displaced = is_displaced and self._stream is not None
+        self._stream = None
+        self._finalizer()

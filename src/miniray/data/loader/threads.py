@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -33,6 +33,8 @@ class DaemonPool:
         future: Future[Any] = Future()
         if self.threads:
             self._jobs.put((future, function))
+            if self._is_closed:  # by another thread, so the threads may have ended
+                future.cancel()
         else:
             _run_job(future, function)
         return future
@@ -62,7 +64,27 @@ class DaemonPool:
 
 
 def _run_job(future: Future[Any], function: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function())
     except BaseException as error:  # raised by ``future.result()``
         future.set_exception(error)
+
+
+def join_futures(parts: Sequence[Future[Any]], join: Callable[[list[Any]], Any]) -> Future[Any]:
+    """Return the future of ``join`` of all results. The thread that ends last calls it."""
+    joined: Future[Any] = Future()
+    missing, lock = len(parts), threading.Lock()
+
+    def finish(_: Future[Any]) -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            if missing:
+                return
+        _run_job(joined, lambda: join([part.result() for part in parts]))
+
+    for part in parts:
+        part.add_done_callback(finish)
+    return joined

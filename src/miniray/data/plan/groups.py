@@ -99,7 +99,6 @@ class GroupedOrder(EpochOrder):
         return ordinals
 
     def find_group_start(self, position: int) -> int:
-        """Return ``position``, or the next position at which a group begins."""
         window = int(np.searchsorted(self._edges, position, side="right")) - 1
         offsets = self._arranged(window)[1] + self._edges[window]
         group = int(np.searchsorted(offsets, position))

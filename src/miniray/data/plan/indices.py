@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from miniray.checks import check_bool, check_choice, check_int
 from miniray.data.locations import Int64s
+from miniray.data.plan.order import DataOrder, EpochOrder, GlobalOrder
 from miniray.data.plan.permutation import MAX_ROWS, Permutation, derive_key
+from miniray.data.plan.progress import Progress
 from miniray.data.plan.shard import (
     Even,
     check_even,
@@ -18,7 +20,7 @@ from miniray.data.plan.shard import (
     check_rank,
     resolve_seed,
 )
-from miniray.data.plan.split import Contiguous, Interleaved, IntervalSet, Split
+from miniray.data.plan.split import Contiguous, Interleaved, Split
 
 _ITERATION_ROWS = 65536  # computed at a time in iteration
 
@@ -70,8 +72,12 @@ def shard_indices(
         seed = resolve_seed(seed, world_size, "max_samples" if is_drawn else "shuffling")
     subset = Permutation(n, derive_key(seed, "subset")) if is_drawn else None
     count = max_samples if is_drawn else n
-    order = Permutation(count, derive_key(seed, "order", epoch)) if shuffle else None
-    return ShardIndices(count, rank, world_size, mode == "strided", even, order, subset, seed)
+    order: EpochOrder = DataOrder(count)
+    if shuffle:
+        assert seed is not None
+        order = GlobalOrder(count, seed, epoch)
+    split: Split = Interleaved(even) if mode == "strided" else Contiguous(even)
+    return ShardIndices(split, rank, world_size, order, subset, seed)
 
 
 class ShardIndices(Sequence[int]):
@@ -85,31 +91,25 @@ class ShardIndices(Sequence[int]):
 
     def __init__(
         self,
-        count: int,
+        split: Split,
         rank: int,
         world_size: int,
-        is_strided: bool,
-        even: Even,
-        order: Permutation | None,
+        order: EpochOrder,
         subset: Permutation | None,
         seed: int | None,
     ) -> None:
         self.seed = seed
         self._order, self._subset = order, subset
-        split: Split = Interleaved(even) if is_strided else Contiguous(even)
-        remaining = IntervalSet([(0, count)] if count else [])
+        remaining = Progress(order.n, split).remaining
         self._assignment = split.assign_positions(remaining, rank, world_size)
-        self._dropped_positions = range(split.count_shared(count, world_size), count)
+        self._dropped = np.arange(split.count_shared(order.n, world_size), order.n)
 
     def _find_rows(self, indices: Int64s) -> Int64s:
         return self._map_positions(self._assignment.find_positions(indices))
 
     def _map_positions(self, positions: Int64s) -> Int64s:
-        if self._order is not None:
-            positions = self._order.map_positions(positions)
-        if self._subset is not None:
-            positions = self._subset.map_positions(positions)
-        return positions
+        rows = self._order.map_positions(positions)
+        return rows if self._subset is None else self._subset.map_positions(rows)
 
     @property
     def padded(self) -> list[int]:
@@ -117,8 +117,7 @@ class ShardIndices(Sequence[int]):
 
     @property
     def dropped(self) -> list[int]:
-        positions = np.asarray(self._dropped_positions, dtype=np.int64)
-        return [int(row) for row in self._map_positions(positions)]
+        return self._map_positions(self._dropped).tolist()  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return self._assignment.length

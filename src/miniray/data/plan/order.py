@@ -54,8 +54,18 @@ class EpochOrder(ABC):
         """Return the end of the window that contains ``position``."""
         return min(self.n, (position // RANDOM_ACCESS_ROWS + 1) * RANDOM_ACCESS_ROWS)
 
-    def sort_blocks(self, blocks: Int64s) -> Int64s:
-        """Return ``blocks`` in the order in which they should be read."""
+    def find_group_start(self, position: int) -> int:
+        """Return ``position``, or the next position at which a group of rows begins."""
+        return position
+
+    def sort_blocks(self, blocks: Int64s, source: int = 0, position: int = 0) -> Int64s:
+        """Return blocks in the order in which they should be read.
+
+        Args:
+            blocks: Blocks of a window.
+            source: Number of the source in a mixture.
+            position: First position of the window.
+        """
         return np.sort(blocks)
 
     def iter_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -92,7 +102,7 @@ class SequentialOrder(EpochOrder):
     def find_window_end(self, position: int) -> int:
         return int(self._edges[np.searchsorted(self._edges, position, side="right")])
 
-    def sort_blocks(self, blocks: Int64s) -> Int64s:
+    def sort_blocks(self, blocks: Int64s, source: int = 0, position: int = 0) -> Int64s:
         return blocks[np.argsort(self._ranks[blocks], kind="stable")]
 
     def map_positions(self, positions: Int64s) -> Int64s:

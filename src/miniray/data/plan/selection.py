@@ -6,7 +6,7 @@ Uses one bit per row, and only if not all rows are selected.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -23,10 +23,16 @@ _CHUNK_ROWS = 1 << 20  # unpacked at a time; a multiple of 8
 class Selection:
     """Rows of a source that take part in the epochs, numbered in data order.
 
-    ``sizes`` has the number of selected rows per block, ``edges`` its running totals.
+    Args:
+        blocks: Blocks of the source.
+        bits: The rows whose bit is set, in little-endian bit order; defaults to all rows.
+
+    Attributes:
+        sizes: Number of selected rows per block.
+        edges: Number of selected rows before each block, and of all.
     """
 
-    def __init__(self, blocks: Blocks, bits: Bits | None) -> None:
+    def __init__(self, blocks: Blocks, bits: Bits | None = None) -> None:
         self._blocks, self._bits = blocks, bits
         if bits is None:
             self.sizes, self.edges = blocks.rows, blocks.edges
@@ -34,16 +40,6 @@ class Selection:
             counts = [len(self.select_rows(block)) for block in range(len(blocks))]
             self.sizes = np.array(counts, dtype=np.int64)
             self.edges = cumulate(self.sizes)
-
-    @classmethod
-    def from_all_rows(cls, blocks: Blocks) -> Selection:
-        """Select all rows."""
-        return cls(blocks, None)
-
-    @classmethod
-    def from_bits(cls, blocks: Blocks, bits: Bits) -> Selection:
-        """Select the rows whose bit is set (little-endian bit order, rows in data order)."""
-        return cls(blocks, bits)
 
     @property
     def count(self) -> int:
@@ -77,41 +73,36 @@ class Selection:
         """Return the first ``count`` rows in data order."""
         if count >= self.count:
             return self
-        chosen = np.zeros(-(-self.count // 8), dtype=np.uint8)
-        chosen[: count // 8] = 255
-        if count % 8:
-            chosen[count // 8] = (1 << count % 8) - 1
-        return self._narrow(chosen)
+        byte, bit = divmod(int(self.number_rows(np.array([count]))[0]), 8)  # the first to leave out
+        size = -(-self._blocks.total_rows // 8)
+        bits = np.full(size, 255, dtype=np.uint8) if self._bits is None else self._bits.copy()
+        bits[byte] &= (1 << bit) - 1
+        bits[byte + 1 :] = 0
+        return Selection(self._blocks, bits)
 
     def _narrow(self, chosen: Bits) -> Selection:
         """Keep the selected rows whose bit in ``chosen`` is set."""
-        bits = np.zeros(-(-self._blocks.total_rows // 8), dtype=np.uint8)
-        done = 0
-        for start, rows in self._unpack():
+        total, done = self._blocks.total_rows, 0
+        bits = np.zeros(-(-total // 8), dtype=np.uint8)
+        for start in range(0, total, _CHUNK_ROWS):
+            rows = self._unpack(start, min(total, start + _CHUNK_ROWS))
             selected = np.flatnonzero(rows)
-            keep = _unpack(chosen, done, done + len(selected))
+            rows[selected] = _unpack(chosen, done, done + len(selected))
             done += len(selected)
-            rows[selected] = keep
             packed = np.packbits(rows, bitorder="little")
             bits[start // 8 : start // 8 + len(packed)] = packed
         return Selection(self._blocks, bits)
 
-    def _unpack(self) -> Iterator[tuple[int, Bits]]:
-        """Yield the first row of each chunk and one byte per row."""
-        total = self._blocks.total_rows
-        for start in range(0, total, _CHUNK_ROWS):
-            stop = min(total, start + _CHUNK_ROWS)
-            if self._bits is None:
-                yield start, np.ones(stop - start, dtype=np.uint8)
-            else:
-                yield start, _unpack(self._bits, start, stop)
+    def _unpack(self, start: int, stop: int) -> Bits:
+        """Return one byte per row."""
+        if self._bits is None:
+            return np.ones(stop - start, dtype=np.uint8)
+        return _unpack(self._bits, start, stop)
 
     def select_rows(self, block: int) -> Int64s:
         """Return the selected rows of a block."""
-        start, stop = int(self._blocks.edges[block]), int(self._blocks.edges[block + 1])
-        if self._bits is None:
-            return np.arange(stop - start, dtype=np.int64)
-        return np.flatnonzero(_unpack(self._bits, start, stop))
+        edges = self._blocks.edges
+        return np.flatnonzero(self._unpack(int(edges[block]), int(edges[block + 1])))
 
     def locate(self, ordinals: Int64s, source: int = 0) -> Locations:
         """Return the locations of selected rows by their ordinal among the selected rows."""

@@ -93,8 +93,6 @@ class Assignment:
 class Split(ABC):
     """Divides the remaining positions among ranks."""
 
-    name: str
-
     def __init__(self, even: Even = "exact") -> None:
         self.even = even
 
@@ -114,9 +112,13 @@ class Split(ABC):
         """Return the rows of each rank in each step, without communication."""
         ranks = range(world_size)
         lengths = [self.assign_positions(remaining, rank, world_size).length for rank in ranks]
+        full = min(lengths) // batch_size
         return [
-            [min(batch_size, max(0, length - start)) for length in lengths]
-            for start in range(0, max(lengths), batch_size)
+            *[[batch_size] * world_size] * full,  # one list: most steps are full
+            *(
+                [min(batch_size, max(0, length - start)) for length in lengths]
+                for start in range(full * batch_size, max(lengths), batch_size)
+            ),
         ]
 
     @abstractmethod
@@ -134,8 +136,6 @@ class Split(ABC):
 
 class Contiguous(Split):
     """Each rank gets a contiguous range of the remaining positions."""
-
-    name = "contiguous"
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Contiguous(Split):
         if stages and stages[-1][0] == world_size and self._find_group_start is None:
             before = stages[-1][1]
             if isinstance(before, int) and isinstance(taken, int):
-                total = count_positions(find_remaining(n, stages[:-1], Contiguous()))
+                total = count_positions(find_remaining(n, stages[:-1], self))
                 if before + taken <= total // world_size:
                     stages[-1] = [world_size, before + taken]
                     return stages
@@ -208,8 +208,6 @@ class Interleaved(Split):
 
     The rows of a step don't depend on the number of ranks if that product is constant.
     """
-
-    name = "interleaved"
 
     def _place(self, remaining: IntervalSet, rank: int, world_size: int) -> tuple[int, int, int]:
         shared = self.count_shared(remaining.total, world_size)
@@ -231,7 +229,7 @@ class Interleaved(Split):
         if isinstance(taken, list):
             return [*stages, [world_size, taken]] if any(taken) else stages
         # A prefix was consumed, whatever the number of ranks: one number is enough.
-        total = count_positions(find_remaining(n, stages, Interleaved()))
+        total = count_positions(find_remaining(n, stages, self))
         consumed = min(taken * world_size, self.count_shared(total, world_size))
         if stages and stages[-1][0] == 1 and isinstance(stages[-1][1], int):
             consumed += stages.pop()[1]

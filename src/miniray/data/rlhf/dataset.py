@@ -20,7 +20,6 @@ from torch.utils.data import Dataset as TorchDataset
 from miniray.checks import check_int, suggest_options
 from miniray.data.datasets import ParquetDataset
 from miniray.data.loader.loader import DataLoader
-from miniray.data.plan.selection import Selection
 from miniray.data.rlhf.config import RLHFConfig, read_config
 from miniray.data.rlhf.prompt import PromptEncoder, build_messages, lazy_image, rgb, truncate
 from miniray.data.sources.base import select_columns
@@ -97,7 +96,6 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
         shuffled = self.config.shuffle
         order = self.config.row_order or ("window" if shuffled else "file")
         seed = self.config.seed
-        self._takes_first = not shuffled
         if not shuffled and max_samples >= 0 and order == "file" and seed is None:
             seed = 0  # not used
         filters = self.config.filter_overlong_prompts
@@ -114,6 +112,8 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
             filter_workers=self.config.filter_overlong_prompts_workers or 1,
             memory_budget=self.config.memory_budget,
         )
+        if not shuffled:  # as verl does
+            self.row_set = self.row_set.members[0].take_first()
         select_columns(self.column_names or [], [self.config.prompt_key], "prompt_key: the data")
 
     # -- for subclasses --------------------------------------------------------------------------
@@ -246,12 +246,6 @@ class RLHFDataset(ParquetDataset, TorchDataset[Any]):  # type: ignore[misc]
             return None  # all: an overridden method can use any
         # Without a processor, images have no tokens and aren't read.
         return [self.config.prompt_key] if self.processor is None else None
-
-    def _take_samples(self, selection: Selection) -> Selection:
-        """Return the first rows if there is no shuffling, as verl does."""
-        if self._takes_first:
-            return selection.take_first(self._max_samples)
-        return super()._take_samples(selection)
 
     # -- used by verl's rollout ------------------------------------------------------------------
 

@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from miniray.data import shard_indices
+from miniray.data.plan.order import DataOrder, GlobalOrder
+from miniray.data.plan.progress import Progress
+from miniray.data.plan.split import Interleaved
 
 #: An optimizer step of one rank, as the weights of its micro-batches; see the module.
 Window = tuple[float, ...]
@@ -58,26 +60,26 @@ class EpochPlan:
         limit: int | None = None,
     ) -> None:
         self.n, self.batch_size, self.world_size = n, batch_size, world_size
-        self.accumulate, self.uneven, self.start = accumulate, uneven, start
-        self.drop_last = drop_last
-        n = max(0, n - start)
-        over = n % world_size
-        if uneven == "error" and over:
-            counts = [(n - rank + world_size - 1) // world_size for rank in range(world_size)]
+        self.accumulate, self.uneven, self.drop_last = accumulate, uneven, drop_last
+        even: Any = uneven if uneven in ("pad", "drop") else "exact"
+        self._split = Interleaved(even)
+        self._remaining = Progress(n, self._split).extend([1, start]).remaining
+        rows = self._split.count_step_rows(self._remaining, world_size, batch_size)
+        n = self._remaining.total
+        if uneven == "error" and n % world_size:
+            counts = [sum(column) for column in zip(*rows, strict=True)]
             shown = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
             raise ValueError(
                 f"{n} samples can't be divided evenly among {world_size} ranks ({shown}). "
                 'Choose uneven="join", "pad" or "drop"'
             )
-        used = n
-        if over and uneven in ("pad", "drop"):
-            used += world_size - over if uneven == "pad" else -over
         full = world_size * batch_size
-        sizes = [full] * (used // full)
-        tail = 0 if drop_last else used % full
-        self.sizes = sizes = ([*sizes, tail] if tail else sizes)[:limit]
-        if not start and (not sizes or sizes[0] < world_size):
-            idle = world_size - (sizes[0] if sizes else 0)
+        if drop_last and rows and sum(rows[-1]) < full:
+            del rows[-1]
+        self._rows = rows[:limit]
+        self.sizes = [sum(counts) for counts in self._rows]
+        if not start and (not self.sizes or self.sizes[0] < world_size):
+            idle = world_size - (self.sizes[0] if self.sizes else 0)
             last = f"rank {world_size - 1} has" if idle == 1 else f"{idle} ranks have"
             why = f"a full batch takes {full}" if drop_last else f"{world_size} ranks"
             raise ValueError(f"{last} 0 batches: {n} samples are too few ({why})")
@@ -95,44 +97,22 @@ class EpochPlan:
             limit=limit,
         )
 
-    def windows(self, rank: int) -> Iterator[Window]:
-        """Yield this rank's part of each optimizer step."""
-        for start in range(0, len(self.sizes), self.accumulate):
-            sizes = self.sizes[start : start + self.accumulate]
-            yield tuple(self.world_size * self._own(size, rank) / sum(sizes) for size in sizes)
+    def windows(self, rank: int) -> list[Window]:
+        """Return this rank's part of each optimizer step."""
+        return _weigh(self._rows, rank, self.accumulate)
 
     def batches(
         self, rank: int, epoch: int, *, shuffle: bool, seed: int, first_window: int = 0
     ) -> Iterator[list[int]]:
         """Yield the samples of each micro-batch of this rank, starting at an optimizer step."""
-        rows = self._rows(rank, epoch, shuffle, seed)
+        share = self._split.assign_positions(self._remaining, rank, self.world_size)
+        order = GlobalOrder(self.n, seed, epoch) if shuffle else DataOrder(self.n)
         at = 0
-        for number, size in enumerate(self.sizes):
-            own = self._own(size, rank)
-            if own and number >= first_window * self.accumulate:
-                yield rows[at : at + own].tolist()
-            at += own
-
-    def _rows(self, rank: int, epoch: int, shuffle: bool, seed: int) -> Any:
-        """Return this rank's samples in their order, as an array that can be sliced."""
-        if not self.start:
-            even: Any = self.uneven if self.uneven in ("pad", "drop") else "exact"
-            return shard_indices(
-                self.n,
-                rank,
-                self.world_size,
-                mode="strided",
-                seed=seed,
-                shuffle=shuffle,
-                epoch=epoch,
-                even=even,
-            )
-        order = shard_indices(self.n, 0, 1, seed=seed, shuffle=shuffle, epoch=epoch)
-        rows = order[self.start + rank :: self.world_size]
-        if self.uneven != "pad" or not (self.n - self.start) % self.world_size:
-            return rows
-        padded = order[self.start : self.start + 1]
-        return np.concatenate([rows, padded])
+        for number, counts in enumerate(self._rows):
+            if counts[rank] and number >= first_window * self.accumulate:
+                positions = share.find_positions(np.arange(at, at + counts[rank]))
+                yield order.map_positions(positions).tolist()
+            at += counts[rank]
 
     def samples(self, windows: int) -> int:
         """Return the number of samples of all ranks in the first ``windows`` optimizer steps."""
@@ -140,10 +120,17 @@ class EpochPlan:
 
     def count(self, rank: int) -> int:
         """Return the number of micro-batches of this rank."""
-        return sum(1 for size in self.sizes if self._own(size, rank))
+        return sum(1 for counts in self._rows if counts[rank])
 
-    def _own(self, size: int, rank: int) -> int:
-        return max(0, -(-(size - rank) // self.world_size))
+
+def _weigh(rows: Sequence[Sequence[int]], rank: int, accumulate: int) -> list[Window]:
+    """Return the windows of a rank. ``rows`` has the samples of each rank per micro-batch."""
+    windows = []
+    for start in range(0, len(rows), accumulate):
+        part = rows[start : start + accumulate]
+        total = sum(map(sum, part))
+        windows.append(tuple(len(counts) * counts[rank] / total for counts in part))
+    return windows
 
 
 def create_counted_windows(
@@ -170,12 +157,8 @@ def create_counted_windows(
                 'Remove load_data_shard(), or choose uneven="join" or "drop"'
             )
     longest = fewest if uneven == "drop" else most
-    windows = []
-    for start in range(0, longest, accumulate):
-        places = range(start, min(start + accumulate, longest))
-        total = sum(place < count for count in counts for place in places)
-        windows.append(tuple(len(counts) * (p < counts[rank]) / total for p in places))
-    return windows
+    batches = [[int(number < count) for count in counts] for number in range(longest)]
+    return _weigh(batches, rank, accumulate)
 
 
 def create_row_windows(
@@ -205,9 +188,4 @@ def create_row_windows(
         raise ValueError(f'{shown} rows; choose uneven="join" or "drop", or even= of the dataset')
     if uneven == "drop":
         rows = [row for row in rows if all(row)]
-    windows = []
-    for start in range(0, len(rows), accumulate):
-        part = rows[start : start + accumulate]
-        total = sum(map(sum, part))
-        windows.append(tuple(len(row) * row[rank] / total for row in part))
-    return windows
+    return _weigh(rows, rank, accumulate)

@@ -50,7 +50,7 @@ class PlannedBatches:
         self.epoch, self.first_window = epoch, first_window
 
     def windows(self) -> list[Window]:
-        return list(self.plan.windows(self.rank))
+        return self.plan.windows(self.rank)
 
     def count_batches(self, windows: int) -> int:
         """Return the number of this rank's batches in the first ``windows`` steps."""
