@@ -152,9 +152,9 @@ class ReplicatedModel:
 
     def configure_scheduler(self, total_steps: int | None) -> None:
         """Use the result of the worker's ``configure_scheduler``; it is stepped after each step."""
-        if self.traits.has_steps and hasattr(self.user, "configure_scheduler"):
-            self.user.scheduler = self.user.configure_scheduler(self.user.optimizer, total_steps)
-            self.scheduler_interval = get_scheduler_interval(self.user, "step")
+        if self.traits.has_steps:
+            parts.configure_scheduler(self.user, total_steps)
+            self.scheduler_interval = get_scheduler_interval(self.user)
 
     def create_loop(self) -> StepLoop | UserLoop:
         """Return the loop that trains epochs."""
@@ -330,7 +330,7 @@ class ReplicatedModel:
         vars(self.user).update(self._synced)
 
 
-def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:
+def get_scheduler_interval(worker: Any) -> str | None:
     """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one."""
     check_scheduler(getattr(worker, "scheduler", None), "self.scheduler")
-    return parts.get_scheduler_interval(worker, default)
+    return parts.get_scheduler_interval(worker)

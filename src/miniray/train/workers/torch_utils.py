@@ -106,10 +106,20 @@ def _describe_value(value: Any) -> str:
     return f"{value!r:.80}"
 
 
-def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:
-    """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one."""
+def configure_scheduler(worker: Any, total_steps: int | None) -> None:
+    """Set ``worker.scheduler`` to the result of its ``configure_scheduler``, if it has one."""
+    if hasattr(worker, "configure_scheduler"):
+        worker.scheduler = worker.configure_scheduler(worker.optimizer, total_steps)
+
+
+def get_scheduler_interval(worker: Any) -> str | None:
+    """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one.
+
+    That of ``configure_scheduler`` is stepped after each step, unless the class says otherwise.
+    """
     if getattr(worker, "scheduler", None) is None:
         return None
+    default = "step" if hasattr(worker, "configure_scheduler") else "epoch"
     interval: str = getattr(worker, "scheduler_interval", default)
     if interval not in ("epoch", "step"):
         raise ValueError(f'scheduler_interval must be "epoch" or "step", not {interval!r}')
