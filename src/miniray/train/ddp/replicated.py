@@ -91,6 +91,7 @@ class ReplicatedModel:
             ],
             "steps": has_steps,
             "planned": self.epoch_data is not None and self.epoch_data.is_planned,
+            "divisible": self.epoch_data is not None and self.epoch_data.has_position,
             "batches": None if self.epoch_data is None else self._count_batches(),
             "own_methods": self.traits.own_methods,
             "validates": self._has_validation(),
@@ -250,7 +251,7 @@ class ReplicatedModel:
         self.scaler.step(optimizer)
         self.scaler.update()
         if self.scheduler_interval == "step":
-            self.user.scheduler.step()
+            parts.step_schedule(self.user.scheduler)
 
     def share_buffers(self) -> None:
         if self.context.world_size > 1:

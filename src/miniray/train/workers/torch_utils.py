@@ -7,6 +7,7 @@ import inspect
 import math
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any
@@ -139,6 +140,31 @@ def step_scheduler(scheduler: Any, loss: float | None) -> None:
         scheduler.step()
     elif loss is not None:
         scheduler.step(loss)
+
+
+def step_schedule(scheduler: Any) -> None:
+    """Step the learning rate scheduler after an optimizer step.
+
+    A ``OneCycleLR`` raises an error if it is stepped after its end, which would end a run that has
+    more steps than were planned, for example because it continues on fewer workers. Its learning
+    rate stays at the minimum instead.
+    """
+    from torch.optim.lr_scheduler import OneCycleLR
+
+    if not isinstance(scheduler, OneCycleLR):
+        scheduler.step()
+        return
+    if scheduler.last_epoch < scheduler.total_steps:
+        scheduler.step()
+    else:
+        warnings.warn(
+            f"the OneCycleLR has ended after total_steps={scheduler.total_steps}: training "
+            "continues with its minimum learning rate",
+            stacklevel=2,
+        )
+    if scheduler.last_epoch >= scheduler.total_steps:  # torch goes beyond the minimum here
+        for group in scheduler.optimizer.param_groups:
+            group["lr"] = group["min_lr"]
 
 
 def measure_step(model: Any, optimizer: Any) -> dict[str, float]:
