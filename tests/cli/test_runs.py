@@ -199,7 +199,7 @@ def test_compare_shows_metrics_and_differing_settings(run_cli, three):
     assert head == ["middle", "new"]
     cells = {" ".join(row[:-2]): row[-2:] for row in rows.values() if len(row) > 2}
     assert cells["loss"] == ["0.5", "nan"]
-    assert cells["best loss"] == ["0.5", "4"]
+    assert "best loss 0.5 (epoch 1) 4 (epoch 1)" in " ".join(done.output.split())
     assert cells["config.lr"] == ["0.1", "0.2"]
     assert "config.trainer" not in cells  # equal in both
 
@@ -207,8 +207,29 @@ def test_compare_shows_metrics_and_differing_settings(run_cli, three):
 def test_compare_for_programs(run_cli, three):
     found = json.loads(run_cli("runs", "compare", "new", "old", "--json").output)
     assert [run["name"] for run in found] == ["new", "old"]
-    assert found[0]["best"] == {"loss": 4.0}
+    assert (found[0]["axis"], found[0]["last"]) == ("epoch", {"loss": "NaN"})
+    assert (found[0]["best"], found[0]["best_at"]) == ({"loss": 4.0}, {"loss": 1})
     assert found[0]["settings"]["config.lr"] == 0.2  # a number, as in run.json
+
+
+def test_compare_uses_records_of_steps(run_cli, make_run):
+    """As the report does: one run has two epochs, the other was stopped inside the first."""
+    epochs = [{"epoch": n, "step": 100 * (n + 1), "loss": 2.0, "val_loss": 3 - n} for n in (0, 1)]
+    steps = [(1, 9.0, 0.1), (60, 0.25, 0.2), (1150, 1.5, 0.4)]
+    config = {"trainer": "DDPTrainer"}
+    for name, metrics in (("whole", epochs), ("stopped", [])):
+        folder = make_run(name, metrics, config=config)
+        lines = [{"step": step, "epoch": 0, "loss": loss, "lr": lr} for step, loss, lr in steps]
+        (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole, stopped = json.loads(run_cli("runs", "compare", "whole", "stopped", "--json").output)
+    assert (whole["axis"], stopped["axis"]) == ("step", "step")
+    assert whole["last"] == {"loss": 1.5, "lr": 0.4, "val_loss": 2}
+    assert whole["best"] == {"loss": 0.25, "val_loss": 2}  # no learning rate is the best
+    assert whole["best_at"] == {"loss": 60, "val_loss": 200}
+    assert (stopped["metrics"], stopped["last"]) == ({}, {"loss": 1.5, "lr": 0.4})
+    table = " ".join(run_cli("runs", "compare", "whole", "stopped").output.split())
+    assert "best loss 0.25 (step 60) 0.25 (step 60)" in table
+    assert "best val_loss 2 (step 200) –" in table
 
 
 def test_compare_in_a_pipe_has_names_whole_and_on_one_line(run_cli, make_run):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -30,9 +31,15 @@ class Killed(RLWorker):
         super().__init__(worker_id, setup)
         self.step = 0
 
-    def _kill_if(self, phase, step):
-        if os.path.exists(self.order) and open(self.order).read() == f"{self.rank} {step} {phase}":
+    def _is_ordered(self, phase, step):
+        place = f"{self.rank} {step} {phase}"
+        is_here = os.path.exists(self.order) and open(self.order).read() == place
+        if is_here:
             os.remove(self.order)
+        return is_here
+
+    def _kill_if(self, phase, step):
+        if self._is_ordered(phase, step):
             os.kill(os.getpid(), SIGNALS.get(phase, signal.SIGKILL))
 
     def train_epoch(self, epoch, seed, kl_coef):
@@ -44,6 +51,11 @@ class Killed(RLWorker):
         self._kill_if("rollout", step)
         self._kill_if("hang", step)
         return super()._rollout(rows, step, *arguments)
+
+    def _reward(self, rollouts, step, metrics):
+        if self._is_ordered("reward", step):
+            hanging.append(step)
+        super()._reward(rollouts, step, metrics)
 
     def _advantages(self, rollouts, kl_coef, step, metrics):
         super()._advantages(rollouts, kl_coef, step, metrics)
@@ -63,6 +75,7 @@ class Killed(RLWorker):
 
     def evaluate(self, *arguments):
         self._kill_if("evaluate", self.step)
+        self._kill_if("stop in evaluate", self.step)
         return super().evaluate(*arguments)
 
     def get_source(self):
@@ -73,7 +86,22 @@ class Killed(RLWorker):
         return torch.get_rng_state(), os.getpid()
 
 
-SIGNALS = {"hang": signal.SIGSTOP}
+SIGNALS = {"hang": signal.SIGSTOP, "stop in evaluate": signal.SIGSTOP}
+hanging = []  # in the process of a worker whose reward function hangs
+
+
+def stuck_digits(row, response):
+    while hanging:
+        time.sleep(0.1)
+    return digits(row, response)
+
+
+def slow_digits(row, response):
+    """Take longer than ``hang_timeout``, once."""
+    if not os.path.exists("slow"):
+        open("slow", "w").close()
+        time.sleep(4)
+    return digits(row, response)
 
 
 class Kill(Callback):
@@ -95,7 +123,7 @@ class Kill(Callback):
         self.replaced.append(worker_id)
 
 
-def run(kill=None, *, workers=2, callback=None, **options):
+def run(kill=None, *, workers=2, callback=None, reward=digits, **options):
     """Train, and return the trainer's history, weights and random states."""
     path = os.path.abspath("kill")
     if kill is not None:
@@ -112,7 +140,7 @@ def run(kill=None, *, workers=2, callback=None, **options):
         prompts_per_step=4, rollouts=2, epochs=2, kl=KLPenalty(0.1, target=0.01, horizon=50)
     )
     with Trainer(
-        make_model, digits, rows(10), tokenizer=TOKENIZER, config=config,
+        make_model, reward, rows(10), tokenizer=TOKENIZER, config=config,
         sampling=Sampling(max_new_tokens=6), optimizer=Momentum, num_workers=workers, seed=3,
         progress=False, callbacks=[LRSchedule(lambda step: 0.3 / (step + 1)), callback],
         **{"max_failures": 1, **options},
@@ -201,12 +229,40 @@ def test_only_worker_restarts_from_its_own_state(whole):
     check_same(run("0 2 optimizer", workers=1), alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_worker_that_hangs_is_named_and_replaced(whole, rank):
-    found = run(f"{rank} 2 hang", group_timeout=5.0)
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_worker_that_is_stopped_is_found_at_once(whole, rank):
+    start = time.monotonic()
+    found = run(f"{rank} 2 hang")
+    assert time.monotonic() - start < 60  # not hang_timeout, and not group_timeout
     check_same(found, whole)
-    assert [event["rank"] for event in found[3]] == [rank]
+    (event,) = found[3]
+    assert (event["rank"], event["died_at_step"], event["lost_steps"]) == (rank, 3, 1)
+    assert "SIGSTOP" in event["reason"]
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_worker_that_hangs_in_its_reward_function_is_found(whole, rank):
+    options = {"reward": stuck_digits, "reward_timeout": None, "hang_timeout": 3.0}
+    found = run(f"{rank} 2 reward", **options)
+    check_same(found, whole)
+    (event,) = found[3]
+    assert (event["rank"], event["died_at_step"]) == (rank, 3)
+    assert f"rank {rank} is in reward, step 2" in event["reason"]
+    assert "in stuck_digits" in event["reason"]
+
+
+@pytest.mark.slow
+def test_reward_function_within_its_timeout_does_not_hang(whole):
+    found = run(reward=slow_digits, reward_timeout=30.0, hang_timeout=1.0)
+    check_same(found, whole)
+    assert found[3] == []
+
+
+@pytest.mark.slow
+def test_worker_that_is_stopped_in_an_evaluation_is_found(whole):
+    found = run("0 2 stop in evaluate", eval_data=rows(5), eval_every_steps=3)
+    assert found[1:3] == whole[1:3]
+    assert [(event["rank"], event["resumed_at_step"]) for event in found[3]] == [(0, 3)]
 
 
 @pytest.mark.slow
@@ -240,7 +296,10 @@ def test_loss_beyond_max_failures_names_the_worker(local_engine, rank):
 
 
 @pytest.mark.slow
-def test_hang_without_max_failures_names_the_worker(local_engine):
+@pytest.mark.parametrize("phase", ["hang", "reward"])
+def test_hang_without_max_failures_names_the_worker(local_engine, phase):
+    options = {"reward": stuck_digits, "reward_timeout": None, "hang_timeout": 3.0}
     with pytest.raises(WorkerTimeoutError) as caught:
-        run("0 1 hang", max_failures=0, group_timeout=5.0)
-    assert (caught.value.worker, caught.value.step) == (0, 1)
+        run(f"0 1 {phase}", max_failures=0, **options)
+    error = caught.value
+    assert (error.worker, error.rank, error.step, error.pid is None) == (0, 0, 1, False)

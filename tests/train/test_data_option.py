@@ -288,6 +288,7 @@ class Sharding(Plain):
 def test_data_parallel_trainer_delivers_each_row_once(kind, workers, worker, tmp_path):
     options = make(kind, tmp_path)
     options = {**options, "val_data": options["data"], "worker": worker, "progress": False}
+    options["sanity_batches"] = 0  # it would deliver rows, too
     with DataParallelTrainer(
         workers, backend="inline", run_dir=tmp_path / "run", **options
     ) as trainer:

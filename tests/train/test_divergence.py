@@ -161,12 +161,27 @@ def test_rank_that_most_others_differ_from():
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.complex128]
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex128],
 )
-def test_checksum_changes_with_one_number(dtype):
-    values = torch.arange(12).reshape(3, 4).to(dtype)
-    before = compute_checksums([("a", values), ("b", values.t()), ("empty", values[:0])])
-    assert before["a"] == before["b"]
-    values[1, 2] += 1
-    after = compute_checksums([("a", values)])
-    assert after["a"] != before["a"]
+def test_checksum_changes_with_each_bit_only(dtype):
+    """Neither strides nor the place in a larger tensor matter, which may differ between ranks."""
+    storage = torch.arange(17).to(dtype)
+    values = storage[1:16].view(3, 5)  # 15 numbers, not a multiple of 8 bytes
+    strided = values.t().contiguous().t()
+    parameters = [("a", values), ("b", strided), ("c", values.clone()), ("empty", values[:0])]
+    before = compute_checksums(parameters)
+    assert before["a"] == before["b"] == before["c"]
+    assert before["empty"] == 0
+    data = values.clone().reshape(-1).view(torch.uint8)
+    for number in range(8 * len(data)):
+        data[number // 8] ^= 1 << number % 8
+        assert compute_checksums([("a", data.view(dtype))])["a"] != before["a"]
+        data[number // 8] ^= 1 << number % 8
+
+
+def test_parts_of_different_types_have_separate_checksums():
+    scalar = torch.tensor(1.5)
+    found = compute_checksums([("scalar", scalar), ("half", torch.ones(3, dtype=torch.float16))])
+    assert found["scalar"] == sum(b"\x00\x00\xc0\x3f")
+    assert found["half"] == 3 * sum(b"\x00\x3c")

@@ -7,12 +7,15 @@ import json
 import os
 import signal
 from pathlib import Path
+from random import Random
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import miniray
 from miniray.core.engine import count_room
-from miniray.data import DataLoader, IndexedDataset
+from miniray.data import DataLoader, IndexedDataset, ParquetDataset
 from miniray.errors import ActorDiedError
 from miniray.train import Callback, Checkpoint, DDPTrainer, PipelineParallelTrainer
 from miniray.train.workers import budget
@@ -83,7 +86,7 @@ class Line:
         x = batch["x"].float()[:, None]
         self.write_rows(batch["x"].tolist())
         loss = (self.model(x / ROWS) - x / ROWS).pow(2).mean()
-        return {"loss": loss, "row": x.mean()}
+        return {"loss": loss, "row": x.mean(), "square": x.pow(2).mean()}
 
     def die(self, where):
         killed = Path("killed").read_text().splitlines() if Path("killed").exists() else []
@@ -291,6 +294,86 @@ def test_shrink_inside_an_epoch_with_each_kind_of_data(options):
     assert count_rows(read_steps()) == sorted([*range(ROWS)] * 2)
 
 
+def load_shuffled(kind):
+    """Return a loader whose ranks have different numbers of batches, or of rows, in each epoch."""
+    if kind == "tokens":
+        rows = IndexedDataset(Numbers(), shuffle=True, seed=3)
+        length = lambda row: 1 + int(row["x"]) * 7 % 23  # noqa: E731
+        return DataLoader(rows, 40, batch_by="tokens", length=length, format="torch")
+    groups = [group for group in range(ROWS) for _ in range(1 + group * group % 7)][:ROWS]
+    table = pa.table({"x": [float(n) for n in range(ROWS)], "group": groups})
+    pq.write_table(table, "groups.parquet")
+    rows = ParquetDataset("groups.parquet", group_by="group", shuffle="global", seed=3)
+    return DataLoader(rows, 3, format="torch")
+
+
+def check_rows_of_each_epoch(history):
+    """Check their number, sum and sum of squares; a rank without rows repeats a batch."""
+    for record in history:
+        assert record["num_samples"] == ROWS
+        assert record["row"] == pytest.approx((ROWS - 1) / 2)
+        assert record["square"] == pytest.approx(sum(n * n for n in range(ROWS)) / ROWS)
+
+
+@pytest.mark.parametrize("kind", ["tokens", pytest.param("groups", marks=pytest.mark.slow)])
+def test_shrink_and_grow_with_batches_that_differ_between_epochs(kind):
+    checkpoint = Checkpoint(every_steps=7)
+    options = {"data": load_shuffled(kind), "batch_size": None, "callbacks": [checkpoint]}
+    with create(snapshot_every=2, **options) as trainer:
+        result = trainer.train(epochs=3, kills=[(3, 1, 5)] * 2 + [(2, 0, 6)])
+        changes, failures = read_changes(trainer), trainer.failures
+        check_equal_weights(trainer)
+    assert [change[:3] for change in changes] == [(3, 2, 4), (2, 3, 7)]
+    assert failures == 3
+    check_rows_of_each_epoch(result.history)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_token_batches_come_once_whatever_ranks_are_lost(seed):
+    """Ranks are lost at random steps, twice in a row so that the group shrinks, or once."""
+    random = Random(seed)
+    places = [(random.randint(2, 4), random.randint(0, 1), random.randint(1, 30)) for _ in range(8)]
+    kills = [place for place in places for _ in range(random.randint(1, 2))]
+    kills += [(4, random.randint(0, 3), random.randint(1, 5))] * 2
+    options = {"data": load_shuffled("tokens"), "batch_size": None, "max_failures": len(kills)}
+    callbacks = [Checkpoint(every_steps=random.randint(3, 9))]
+    with create(4, 2, callbacks, snapshot_every=random.randint(1, 4), **options) as trainer:
+        result = trainer.train(epochs=3, kills=kills)
+        changes = read_changes(trainer)
+        check_equal_weights(trainer)
+    assert changes
+    check_rows_of_each_epoch(result.history)
+
+
+class Cycle(Line):
+    """Its schedule ends after the number of steps that was known at the start."""
+
+    def configure_scheduler(self, optimizer, total_steps):
+        self.planned = total_steps
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps)
+
+    def get_schedule(self):
+        return self.planned, self.scheduler.last_epoch, self.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [({"epochs": 1}, 13), pytest.param({"steps": 10}, 10, marks=pytest.mark.slow)],
+)
+def test_schedule_of_a_fixed_length_is_kept_on_fewer_ranks(length, steps):
+    """With ``steps=``, its end is that of the run. An epoch has more steps on fewer ranks."""
+    options = {"worker": Cycle, "callbacks": [Occupy(1)], "resources_per_worker": {"num_cpus": 1}}
+    with create(min_workers=2, snapshot_every=4, **options) as trainer:
+        trainer.train(**length, kills=[(3, 2, 4)])
+        changes = read_changes(trainer)
+        schedules = trainer.call_workers("get_schedule")
+    assert changes == [(3, 2, 4, 4)]
+    assert trainer.state.step == steps
+    assert [(planned, last) for planned, last, _ in schedules] == [(10, 10)] * 2
+    assert [rate for _, _, rate in schedules] == pytest.approx([1 / 25 / 1e4] * 2)
+
+
 @pytest.mark.slow
 def test_rank_lost_after_the_group_has_grown_costs_no_row():
     """The new rank dies in its first step, and the group restarts from the state it grew from."""
@@ -363,10 +446,9 @@ def test_invalid_options_raise_before_anything_starts(trainer, options, error):
         trainer(3, **options)
 
 
-@pytest.mark.parametrize("options", [{"worker": Sharding}, {"data": None, "batch_size": None}])
-def test_loader_that_cannot_be_divided_again_is_an_error(options):
-    with create(2, **options) as trainer, pytest.raises(ValueError, match="min_workers"):
-        trainer.train(epochs=1, tokens=True)
+def test_loader_that_cannot_be_divided_again_is_an_error():
+    with create(2, worker=Sharding) as trainer, pytest.raises(ValueError, match="min_workers"):
+        trainer.train(epochs=1)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_evaluation_counts_what_the_step_says_and_leaves_the_mode():
             def validation_step(self, batch, batch_idx):
                 return super().validation_step((batch["0"],), batch_idx)
 
-    trainer, _ = trained(Columns)
+    trainer, _ = trained(Columns, sanity_batches=0)  # val_loader has other batches
     with trainer:
         assert trainer.evaluate(data=data) == {"big": 0.4, "num_samples": 5}
 

@@ -87,28 +87,42 @@ def summary(run: Run) -> dict[str, Any]:
 @json_option
 @runs_dir_option
 def compare(targets: tuple[str, ...], as_json: bool, runs_dir: Path) -> None:
-    """Compare the metrics of runs, and show the settings that differ."""
+    """Compare the metrics of runs, and show the settings that differ.
+
+    The metrics are those of the report: of logged steps if the run has any, and of epochs.
+    """
     from miniray.report import read
 
     try:
         found = [read(resolve(target, runs_dir)) for target in targets]
     except FileNotFoundError as error:
         raise NoRunError(str(error)) from error
-    bests, settings = [_best(run) for run in found], [_settings(run) for run in found]
+    scores, settings = [_scores(run) for run in found], [_settings(run) for run in found]
     if as_json:
         entries = [
-            summary(run) | {"best": best, "settings": given}
-            for run, best, given in zip(found, bests, settings, strict=True)
+            summary(run) | score | {"settings": given}
+            for run, score, given in zip(found, scores, settings, strict=True)
         ]
         click.echo(json.dumps(_finite(entries), allow_nan=False))
     else:
-        terminal.compare(found, bests, settings)
+        terminal.compare(found, scores, settings)
 
 
-def _best(run: Run) -> dict[str, Any]:
-    from miniray.report.series import extract_curves
+def _scores(run: Run) -> dict[str, Any]:
+    """Return the last and the best value of each curve in the run's report.
 
-    return {c.name: c.best[1] for c in extract_curves(run.metrics) if c.best is not None}
+    ``best_at`` is the place of the best value on the x axis of the curves, ``axis``.
+    """
+    from miniray.report.series import STEP_FACTS
+
+    scores = [curve for curve in run.curves if curve.name not in STEP_FACTS]
+    bests = {curve.name: curve.best for curve in scores if curve.best is not None}
+    return {
+        "axis": run.axis,
+        "last": {curve.name: curve.points[-1][1] for curve in run.curves},
+        "best": {name: value for name, (_, value) in bests.items()},
+        "best_at": {name: int(x) if x.is_integer() else x for name, (x, _) in bests.items()},
+    }
 
 
 def _settings(run: Run) -> dict[str, Any]:

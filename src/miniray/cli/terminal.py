@@ -178,10 +178,11 @@ def _plain(value: Any) -> str:
     return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
-def compare(runs: list[Run], bests: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
+def compare(runs: list[Run], scores: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
     """Print a table with one column per run.
 
-    The rows contain the last metrics, the best metrics and the settings that differ between runs.
+    The rows contain the last and the best value of each metric, and the settings that differ
+    between runs. ``scores`` has the values of each run; see ``miniray.cli.runs``.
     """
     from rich.table import Table
     from rich.text import Text
@@ -198,17 +199,21 @@ def compare(runs: list[Run], bests: list[dict[str, Any]], settings: list[dict[st
     row("took", [_took(run.seconds) for run in runs])
     row("ranks", [str(run.world_size or "") for run in runs])
     row("epochs", [_epochs(run) for run in runs])
-    lasts = [run.last_metrics() for run in runs]
-    for key in _keys(lasts):
-        if key != "epoch":
-            row(key, [_plain(last.get(key)) for last in lasts])
-    for key in _keys(bests):
-        row(f"best {key}", [_plain(best.get(key)) for best in bests], "bold")
+    for key in _keys([score["last"] for score in scores]):
+        row(key, [_plain(score["last"].get(key)) for score in scores])
+    for key in _keys([score["best"] for score in scores]):
+        row(f"best {key}", [_best(score, key) for score in scores], "bold")
     for key in dict.fromkeys(key for each in settings for key in each):
         values = [str(each.get(key, "–")) for each in settings]
         if len(set(values)) > 1:
             row(key, values, "dim")
     console().print(table)
+
+
+def _best(score: dict[str, Any], key: str) -> str:
+    """Return the best value of a metric and its place, such as ``0.5 (step 40)``."""
+    value = _plain(score["best"].get(key))
+    return f"{value} ({score['axis']} {score['best_at'][key]:,})" if value else ""
 
 
 def _keys(records: list[dict[str, Any]]) -> list[str]:

@@ -28,6 +28,11 @@ NOT_A_SCORE = frozenset(
     {"epoch", "step", "global_step", "rank", "seconds", "time", "num_samples", "val_num_samples",
      "synced"}
 )  # fmt: skip
+#: Fields of step records that describe the steps. No value of them is better than others.
+STEP_FACTS = frozenset(
+    {"lr", "grad_norm", "step_seconds", "samples_per_second", "tokens_per_second", "memory_mb",
+     "gpu_memory_mb"}
+)  # fmt: skip
 #: Starts of the names of metrics that evaluations compute.
 HELD_OUT = ("val_", "eval_", "test_", "valid_")
 _PLACES = ("epoch", "step", "global_step")

@@ -1,5 +1,8 @@
 """Workers that sum their gradients in every step (``sync="grad"``), so their weights are equal.
 
+The workers report their phase to the store of the process group. If none makes progress for
+``hang_timeout``, or one is stopped, the driver finds the worker that the others wait for.
+
 A lost worker can't be replaced on its own, because the others wait in a collective that can't
 complete. Instead, all workers restart within ``max_failures``, restore the state after the last
 step, and repeat the call. Losing a worker therefore costs only the current step.
@@ -12,8 +15,10 @@ process group, so that the remaining workers can name the missing ones.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import miniray
@@ -21,12 +26,21 @@ from miniray.checks import check_number
 from miniray.core import session
 from miniray.doctor.findings import named
 from miniray.errors import CapabilityError, MinirayError, WorkerTimeoutError
-from miniray.train.lockstep.health.failure import create_restart_event, find_root_cause
+from miniray.train.lockstep.health.failure import (
+    create_group_error,
+    create_restart_event,
+    find_root_cause,
+)
+from miniray.train.lockstep.health.monitor import HeartbeatMonitor, Verdict
 from miniray.train.lockstep.process_group import GroupHost
-from miniray.train.lockstep.ranks import CAUSE_TIMEOUT_S, Answers
+from miniray.train.lockstep.ranks import CAUSE_TIMEOUT_S, POLL_INTERVAL_S, Answers
+from miniray.train.options import check_seconds
 from miniray.train.workers.budget import is_loss
 from miniray.train.workers.errors import ReplacementLostError, add_worker_context
 from miniray.train.workers.group import NO_WORKERS, WorkerGroup, read_unanswered
+
+#: Methods of workers that report their progress, so that one that hangs in them is found.
+_PROGRESS_METHODS = ("train_epoch", "evaluate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +65,30 @@ class GradientGroup:
     Args:
         backend: ``"gloo"`` or ``"nccl"``.
         timeout: Limit in seconds for a collective.
+        hang_timeout: Seconds without progress after which an idle worker hangs.
+        get_run_dir: Returns the run directory.
         can_restart: Keep the state after each step, so that all workers can restart.
     """
 
     #: All workers have the same weights.
     is_in_sync = True
 
-    def __init__(self, backend: str, timeout: float, *, can_restart: bool) -> None:
+    def __init__(
+        self,
+        backend: str,
+        timeout: float,
+        *,
+        hang_timeout: float | None,
+        get_run_dir: Callable[[], Path],
+        can_restart: bool,
+    ) -> None:
         self._backend, self._can_restart = backend, can_restart
         self._timeout = check_number("group_timeout", timeout, 0, open_low=True)
+        check_seconds("hang_timeout", hang_timeout)
+        self._hang_timeout = math.inf if hang_timeout is None else hang_timeout
+        self._get_run_dir = get_run_dir
+        #: Finds workers that don't make progress. None for a single worker.
+        self.monitor: HeartbeatMonitor | None = None
         self._group: GradientWorkers | None = None
         self._host: GroupHost | None = None
         self._has_joined = False
@@ -101,6 +130,7 @@ class GradientGroup:
             timeout=self._timeout,
             other_machines=session.engine().capabilities.multi_node,
         )
+        self.monitor = HeartbeatMonitor(self._host, self._hang_timeout, self._get_run_dir())
 
     def _get_spec(self) -> Any:
         assert self._host is not None
@@ -163,7 +193,7 @@ class GradientGroup:
 
     def stop(self) -> None:
         """Close the store and drop the state. Call this after the workers have stopped."""
-        host, self._host = self._host, None
+        host, self._host, self.monitor = self._host, None, None
         self._group, self._snapshot, self._has_joined = None, None, False
         if host is not None:
             host.close()
@@ -190,7 +220,7 @@ class GradientWorkers(WorkerGroup):
         """Call some workers. If one is lost, restart all workers and repeat the calls."""
         worker_ids = list(worker_ids)
         while True:
-            results, failure = self._attempt(worker_ids, submit, self.outcome)
+            results, failure = self._attempt(worker_ids, submit, self.outcome, method, epoch)
             if failure is None:
                 return results
             worker_id, error = failure
@@ -255,26 +285,46 @@ class GradientWorkers(WorkerGroup):
         return lambda worker_id: self.submit(worker_id, method, *arguments(worker_id))
 
     def _attempt(
-        self, worker_ids: Sequence[int], submit: Callable[[int], Any], get: Callable[[Any], Any]
+        self,
+        worker_ids: Sequence[int],
+        submit: Callable[[int], Any],
+        get: Callable[[Any], Any],
+        method: str = "",
+        epoch: int | None = None,
     ) -> tuple[dict[int, Any], tuple[int, Exception] | None]:
         """Call workers once.
+
+        Args:
+            worker_ids: The workers.
+            submit: Calls a worker, and returns the ref.
+            get: Returns the result for a ref.
+            method: The method, if workers report their progress in it.
+            epoch: The epoch of the call.
 
         Returns:
             The results, and the worker that failed first with its error, or None.
         """
         answers = Answers({submit(worker_id): worker_id for worker_id in worker_ids}, get)
         failures, pending = answers.failures, answers.pending
-        limit = None if self.timeout is None else time.monotonic() + self.timeout
-        while pending:
-            left = None if limit is None else max(0.0, limit - time.monotonic())
-            if not answers.receive(left) or find_root_cause(failures) is not None:
+        answered = time.monotonic()
+        limit = math.inf if self.timeout is None else answered + self.timeout
+        while pending and answers.verdict is None:
+            left = limit - time.monotonic()
+            if answers.receive(min(max(0.0, left), POLL_INTERVAL_S)):
+                answered = time.monotonic()
+            elif left <= 0:
+                break
+            if find_root_cause(failures) is not None:
                 break
             if failures:  # consequences of a lost worker whose exit may not be known yet
-                until = time.monotonic() + CAUSE_TIMEOUT_S
-                limit = until if limit is None else min(limit, until)
+                limit = min(limit, time.monotonic() + CAUSE_TIMEOUT_S)
+            else:
+                answers.verdict = self._find_hung(pending.values(), method, answered)
         self._unanswered += pending
         if not pending and not failures:
             return answers.results, None
+        if answers.verdict is not None:
+            return answers.results, self._create_hang_error(answers, answers.verdict, epoch)
         cause = find_root_cause(failures)
         if cause is None and pending:
             late = sorted(pending.values())
@@ -282,6 +332,24 @@ class GradientWorkers(WorkerGroup):
             text += ", and the others lost it" if failures else f" within {self.timeout:g} s"
             cause = late[0], WorkerTimeoutError(text)
         return answers.results, cause or next(iter(failures.items()))
+
+    def _find_hung(self, worker_ids: Iterable[int], method: str, answered: float) -> Verdict | None:
+        """Return which of the workers that haven't answered hang; None if they may still answer."""
+        monitor, late = self.gradients.monitor, list(worker_ids)
+        if monitor is None:
+            return None
+        if method in _PROGRESS_METHODS:
+            return monitor.find_hung(late, answered)
+        return monitor.find_stopped(late)
+
+    def _create_hang_error(
+        self, answers: Answers, verdict: Verdict, epoch: int | None
+    ) -> tuple[int, Exception]:
+        assert self.gradients.monitor is not None
+        late = sorted(answers.pending.values())
+        positions = self.gradients.monitor.read_last_positions()
+        error = create_group_error(answers.failures, late, verdict, epoch, positions)
+        return verdict.ranks[0] if verdict.ranks else late[0], error
 
     # -- failure ----------------------------------------------------------------------------------
 

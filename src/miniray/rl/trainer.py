@@ -76,6 +76,10 @@ class RLTrainer(BaseTrainer):
         device, precision: ``"auto"``, ``"cpu"``, ``"cuda"``; ``"fp32"``, or ``"bf16"`` autocast.
         group_backend: ``"gloo"``, or ``"nccl"`` if every worker has its own GPU.
         group_timeout: Limit in seconds for a collective with ``sync="grad"``.
+        hang_timeout: With ``sync="grad"``, seconds without progress of any worker after which an
+            idle worker that the others wait for is lost. It is the longest time that a policy may
+            wait for a generation server, and a reward function without ``reward_timeout`` for its
+            result. None: no limit.
         eval_every_steps: Evaluate on ``eval_data`` every N steps. ``eval_interval`` is equivalent,
             because the epochs of other trainers are steps here.
         **options: The options of ``RunOptions``. With ``sync="weights"``, also ``sync_interval``,
@@ -115,6 +119,7 @@ class RLTrainer(BaseTrainer):
         precision: Literal["fp32", "bf16"] = "fp32",
         group_backend: Literal["gloo", "nccl"] = "gloo",
         group_timeout: float = 1800.0,
+        hang_timeout: float | None = 300.0,
         eval_every_steps: int | None = None,
         **options: Unpack[RLKwargs],
     ) -> None:
@@ -182,7 +187,13 @@ class RLTrainer(BaseTrainer):
         self.sync: SyncPolicy | GradientGroup
         if sync == "grad":
             can_restart = self.options.max_failures > 0
-            gradients = GradientGroup(group_backend, group_timeout, can_restart=can_restart)
+            gradients = GradientGroup(
+                group_backend,
+                group_timeout,
+                hang_timeout=hang_timeout,
+                get_run_dir=lambda: self.session.directory.path,
+                can_restart=can_restart,
+            )
             self.sync, self._group_class = gradients, partial(GradientWorkers, gradients=gradients)
         else:
             averaging = SyncPolicy(self.num_workers, **sync_options)

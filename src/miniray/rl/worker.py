@@ -33,6 +33,7 @@ from miniray.rl.rollouts.reward import Scorer
 from miniray.rl.rollouts.sources import Row, held_out, make_source
 from miniray.rl.update import Updater
 from miniray.train.lockstep import process_group as group
+from miniray.train.lockstep.health.status import EVALUATION, HeartbeatSender
 
 
 class RLWorker(Worker):
@@ -56,6 +57,8 @@ class RLWorker(Worker):
         self.policy.eval()
         self.reference: Any = None
         self.collective: Collective = Alone(worker_id)
+        #: Tells the driver that this worker makes progress, once it is in a process group.
+        self.status: HeartbeatSender | None = None
         make = setup.optimizer or self._adamw
         self.optimizer = make(self._trained())
         self.source = make_source(
@@ -66,6 +69,7 @@ class RLWorker(Worker):
             timeout=setup.reward_timeout,
             on_error=setup.on_error,
             where=f"worker {worker_id}",
+            touch=self._touch,
         )
 
     def _trained(self) -> list[Any]:
@@ -100,8 +104,27 @@ class RLWorker(Worker):
     def join_group(self, spec: group.ProcessGroupSpec) -> None:
         """Join the process group, and sum gradients over its workers from now on."""
         group.leave()
-        group.join(spec, self.rank)
+        store = group.join(spec, self.rank)
+        self.status = HeartbeatSender(spec, self.rank, store)
         self.collective = Together()
+
+    def _touch(self) -> None:
+        if self.status is not None:
+            self.status.touch()
+
+    def _enter(self, phase: str, step: int = -1) -> None:
+        """Tell the driver what this worker does, so that it is named if it hangs."""
+        if self.status is not None:
+            self.status.set_phase(phase, step)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str, step: int, metrics: Metrics) -> Iterator[None]:
+        """Time a phase of a step, and report it to the driver and to the doctor."""
+        began = time.perf_counter()
+        self._enter(name, step)
+        with doctor.phase(name):
+            yield
+        metrics.add(f"{name}_seconds", time.perf_counter() - began)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -119,15 +142,15 @@ class RLWorker(Worker):
             recording.begin_steps()
         if self.reference is None and self.config.kl.coef > 0:
             self.reference = self._frozen_copy()
-        with _phase(metrics, "data"):
+        with self._phase("data", step, metrics):
             rows = self.source.rows(step, seed, self._total)
-        with _phase(metrics, "rollout"):
+        with self._phase("rollout", step, metrics):
             rollouts = self._rollout(rows, step, seed, metrics)
-        with _phase(metrics, "reward"):
+        with self._phase("reward", step, metrics):
             self._reward(rollouts, step, metrics)
-        with _phase(metrics, "log_prob"):
+        with self._phase("log_prob", step, metrics):
             self._look_back(rollouts, step, metrics)
-        with _phase(metrics, "update"):
+        with self._phase("update", step, metrics):
             self._advantages(rollouts, kl_coef, step, metrics)
             updater = Updater(
                 self.policy,
@@ -216,8 +239,10 @@ class RLWorker(Worker):
         else:
             numbered = enumerate(data, first)
         metrics = Metrics()
+        self._enter(EVALUATION)
         while chunk := list(itertools.islice(numbered, self.sequences_per_step)):
             self._evaluate(chunk, metrics)
+            self._touch()
         return metrics.export()
 
     def _evaluate(self, numbered: Sequence[tuple[int, Row]], metrics: Metrics) -> None:
@@ -265,15 +290,6 @@ class RLWorker(Worker):
             self.device.type, dtype=torch.bfloat16, enabled=wanted
         )
         return context
-
-
-@contextlib.contextmanager
-def _phase(metrics: Metrics, name: str) -> Iterator[None]:
-    """Time a phase of the step, and report it to the doctor while it runs."""
-    began = time.perf_counter()
-    with doctor.phase(name):
-        yield
-    metrics.add(f"{name}_seconds", time.perf_counter() - began)
 
 
 def _tell(scores: Sequence[dict[str, float] | None], metrics: Metrics) -> None:

@@ -12,9 +12,9 @@ from miniray.train.optimizer_steps import OptimizerOptions
 from miniray.train.options import RunOptions
 from miniray.train.run.result import TrainResult
 from miniray.train.run.state import TrainTarget
-from miniray.train.segments import SegmentLoop
+from miniray.train.segments import SegmentLoop, StepSetup
 from miniray.train.steps import StepActions, StepOptions, check_optional_int
-from miniray.train.torch_worker import trains_steps
+from miniray.train.torch_worker import trains_steps, uses_training_step
 from miniray.train.trainer import BaseTrainer
 from miniray.train.workers.actor import WorkerActor
 from miniray.train.workers.aggregate import aggregate
@@ -57,6 +57,14 @@ class DataParallelTrainer(BaseTrainer):
         staleness_power: With ``mode="async"``, how much less stale weights count.
         log_every: Number of steps between two log records, which come at most once per second.
         eval_every_steps: Also evaluate after every N steps of the run.
+        sanity_batches: Batches of ``val_loader`` per worker on which the ``validation_step`` that a
+            ``TorchWorker`` implements runs before the first step of a run, so that an error in it
+            is raised at once. The scores are discarded, and the run has the same bits as without.
+            0: none.
+        limit_train_batches, limit_val_batches: Maximum number of batches per worker, in an epoch
+            and in an evaluation of ``val_loader``. For workers derived from ``TorchWorker``.
+        overfit_batches: Train on the same batches in every epoch, this many per worker, in order.
+            For workers derived from ``TorchWorker``.
         sync_every_steps: Sync after every N steps of the run, in place of ``sync_interval``.
         **kwargs: The options of ``RunOptions``, and those of the strategy.
 
@@ -65,7 +73,8 @@ class DataParallelTrainer(BaseTrainer):
 
     Steps are counted for workers with ``train_steps(epoch, start, stop)``, which ``TorchWorker``
     has. ``train(steps=...)``, ``eval_every_steps``, ``sync_every_steps`` and
-    ``Checkpoint(every_steps=...)`` need it.
+    ``Checkpoint(every_steps=...)`` need it. The step of the run is that of the worker with the most
+    batches.
     """
 
     required_methods = REQUIRED_METHODS
@@ -90,11 +99,22 @@ class DataParallelTrainer(BaseTrainer):
         staleness_power: float = 0.0,
         log_every: int = 10,
         eval_every_steps: int | None = None,
+        sanity_batches: int = 2,
+        limit_train_batches: int | None = None,
+        limit_val_batches: int | None = None,
+        overfit_batches: int | None = None,
         sync_every_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         check_mode(mode, staleness, data)
-        step_options = StepOptions(log_every=log_every, eval_every_steps=eval_every_steps)
+        step_options = StepOptions(
+            log_every=log_every,
+            eval_every_steps=eval_every_steps,
+            sanity_batches=sanity_batches,
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            overfit_batches=overfit_batches,
+        )
         check_optional_int("sync_every_steps", sync_every_steps)
         check_trainer_options(type(self), sync_strategy, kwargs, self._option_hints)
         self._step_options = OptimizerOptions(
@@ -139,7 +159,11 @@ class DataParallelTrainer(BaseTrainer):
         self._weights.get_shared = self._get_shared_weights
         self._final_weights = self.sync.final_weights
         self._get_result_fields = self._get_sync_result
-        self._setups += [self._step_options, self._feed or ShardLoading(), self.sync]
+        self._step_setup = StepSetup(
+            self.state, step_options, lambda: self._target, self._trains_steps
+        )
+        data_setup = self._feed or ShardLoading()
+        self._setups += [self._step_options, data_setup, self._step_setup, self.sync]
         self.checkpointer.register(
             "sync", self.sync, in_workers=True, on_missing=self.sync.load_missing_state
         )
@@ -196,6 +220,7 @@ class DataParallelTrainer(BaseTrainer):
             assert self._target.epochs is not None
             return aggregate(self.sync.finish(epoch, self._target.epochs, kwargs))
         if self._trains_steps():
+            self._step_setup.start_epoch(self._get_group())
             result = self._segments.train(
                 self._get_group(), epoch, kwargs, self._target, act=self._act
             )
@@ -231,6 +256,9 @@ class DataParallelTrainer(BaseTrainer):
         cls = None if self._factory.cls is None else self._factory.cls._spec.cls
         can = self.sync.mode == "sync" and (cls is None or trains_steps(cls))
         self._check_step_options(TrainTarget(steps=steps), can)
+        options = self._steps.options
+        if cls is not None and options.describe_limits() and not uses_training_step(cls):
+            raise options.create_limits_error(cls.__name__)
 
     def _check_target(self) -> None:
         self._check_step_options(self._target, self.sync.mode == "sync" and self._trains_steps())
@@ -267,6 +295,11 @@ class DataParallelTrainer(BaseTrainer):
         result.update(self._steps.evaluate_if_due(scores))
 
     # -- workers ----------------------------------------------------------------------------------
+
+    def _start_workers(self) -> None:
+        super()._start_workers()
+        if not self.state.step and not self._target.is_reached(self.state):
+            self._step_setup.check_validation(self._get_group())
 
     def _create_group(self) -> WorkerGroup:
         self.sync.start_at(self.epoch)
@@ -319,6 +352,7 @@ class DataParallelTrainer(BaseTrainer):
             **super()._describe(),
             **self.sync.describe(),
             **self._step_options.given,
+            **self._steps.options.describe_limits(),
             "strategy_options": strategy_options,
         }
 

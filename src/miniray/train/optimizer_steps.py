@@ -129,7 +129,7 @@ class OptimizerSteps:
             if is_last:
                 self._step()
         if is_last and self._scheduler_interval == "step":
-            worker.scheduler.step()
+            parts.step_schedule(worker.scheduler)
 
     def end_epoch(self, loss: float | None) -> None:
         """Step a scheduler that goes by epochs; ``loss`` is the mean over the epoch."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from miniray.core import session
 from miniray.train.run.records import number
@@ -20,7 +20,7 @@ from miniray.train.workers.aggregate import aggregate
 
 if TYPE_CHECKING:
     from miniray.train.run.state import TrainState, TrainTarget
-    from miniray.train.steps import StepActions
+    from miniray.train.steps import StepActions, StepOptions
     from miniray.train.workers.data.feed import DataFeed
     from miniray.train.workers.group import WorkerGroup
     from miniray.train.workers.sync.policy import SyncPolicy
@@ -172,3 +172,73 @@ class SegmentLoop:
             windows: Sequence[LogWindow] = group.call("take_log", lambda _: (), {})
             logs.add(window._replace(step=state.step, epoch=state.epoch) for window in windows)
         self._steps.log(at_once=at_once)
+
+
+class StepSetup:
+    """Gives ``TorchWorker``s the limits of their batches and the length of the run.
+
+    It is a ``WorkerSetup``. Workers create the schedulers that depend on the length.
+
+    Args:
+        state: The position of the run.
+        options: The options of the trainer.
+        get_target: Returns where the run ends.
+        trains_steps: Returns whether the workers' ``train_steps`` trains their epochs.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        options: StepOptions,
+        get_target: Callable[[], TrainTarget],
+        trains_steps: Callable[[], bool],
+    ) -> None:
+        self._state, self._options = state, options
+        self._get_target, self._trains_steps = get_target, trains_steps
+        self._epoch_steps: int | None = None  # of each epoch, if the number is known and fixed
+        self._length: RunLength | None = None  # what workers know; None if they don't count steps
+
+    def start(self, group: WorkerGroup) -> None:
+        """Prepare new workers, which have their data."""
+        self._length = None
+        if self._options.describe_limits():
+            if not group.has("_set_limits"):
+                raise self._options.create_limits_error(group.handles[0]._info.class_name)
+            group.call("_set_limits", lambda _: (self._options,), {})
+        if group.has("_prepare_steps") and self._trains_steps():
+            counts = group.call("_count_equal_epochs", lambda _: (), {})
+            self._epoch_steps = None if None in counts else max(counts)
+            self._call(group, "_prepare_steps")
+
+    def set_up(self, group: WorkerGroup, worker_id: int) -> None:
+        """Prepare a replacement."""
+        if self._options.describe_limits():
+            group.set_up_call(worker_id, "_set_limits", self._options)
+        if self._length is not None:
+            group.set_up_call(worker_id, "_prepare_steps", *self._length)
+
+    def start_epoch(self, group: WorkerGroup) -> None:
+        """Tell the workers where the run is, and where this call of ``train`` ends."""
+        if self._length is not None:
+            self._call(group, "_set_length")
+
+    def check_validation(self, group: WorkerGroup) -> None:
+        """Validate on a few batches, so that an error doesn't wait for the first evaluation."""
+        limit, count = self._options.sanity_limit, len(group.handles)
+        if limit and group.has("_check_validation"):
+            group.call("_check_validation", lambda i: (i, count, limit), {})
+
+    def _call(self, group: WorkerGroup, method: str) -> None:
+        state, target = self._state, self._get_target()
+        first_step = state.step - state.step_in_epoch
+        total = target.count_steps(state, self._epoch_steps)
+        length = self._length = RunLength(first_step, target.epochs, total)
+        group.call(method, lambda _: length, {})
+
+
+class RunLength(NamedTuple):
+    """The steps of the run before this epoch, and the epochs and steps at the end of the run."""
+
+    first_step: int
+    epochs: int | None
+    total_steps: int | None

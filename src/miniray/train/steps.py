@@ -53,6 +53,15 @@ class StepOptions:
         """Whether every epoch has the same batches."""
         return self.overfit_batches is not None
 
+    def create_limits_error(self, worker: str) -> TypeError:
+        """Return the error for a worker class that chooses its batches itself."""
+        names = ", ".join(self.describe_limits())
+        return TypeError(
+            f"{names} of DataParallelTrainer needs workers derived from TorchWorker that train "
+            f"with training_step(batch, batch_idx): {worker} chooses its batches itself, in "
+            "train_epoch or train_steps"
+        )
+
     def describe_limits(self) -> dict[str, int]:
         """Return the limits that are set, for ``run.json``."""
         limits = {name: getattr(self, name) for name in _LIMITS}

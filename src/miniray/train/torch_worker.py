@@ -20,13 +20,16 @@ imported when a worker is made, not with this module.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import itertools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from miniray.ps import to_host
 from miniray.train.gpus import find_device
 from miniray.train.optimizer_steps import OptimizerOptions, OptimizerSteps, create_ignored_error
 from miniray.train.pretrained import SavedFiles, write_model
 from miniray.train.workers import torch_utils as parts
+from miniray.train.workers.context import BoundAttributes, MetricLog, WorkerContext
 from miniray.train.workers.data.batches import count_samples, count_tokens, move_batch
 from miniray.train.workers.data.loaders import (
     check_not_started,
@@ -36,11 +39,18 @@ from miniray.train.workers.data.loaders import (
 )
 from miniray.train.workers.group import filter_kwargs
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from miniray.train.steps import StepOptions
+
 
 class TorchWorker:
     """Base class of workers that train a torch model.
 
-    Subclasses set the following attributes in ``setup`` and implement ``training_step``.
+    Subclasses implement ``training_step``, and set ``model``, ``optimizer`` and the loaders in
+    ``setup``. The trainer sets the attributes from ``rank`` on before ``setup``, unless the class
+    defines them itself.
 
     Attributes:
         model: A module. To train several models, use a ``torch.nn.ModuleDict``.
@@ -52,18 +62,45 @@ class TorchWorker:
             own rows. Unless the worker implements ``load_data_shard``, the loader must use a
             dataset with a length, shuffled or in order.
         val_loader: The same for ``evaluate()`` without data. Optional.
+        rank, world_size, device: Index of the worker, number of workers, and the worker's GPU or
+            ``"cpu"``.
+        global_step: Completed steps of the run.
+        epochs, total_steps: Length of the run. With ``train(epochs=...)``, ``total_steps`` is None
+            in ``setup``, and always if the loader has no length.
+        log: ``self.log(name, value)`` in ``training_step`` and ``validation_step`` adds a metric: a
+            mean over the batch, or a pair of a sum and a count.
 
-    If one of them is missing, ``TypeError`` names it before training starts. If the trainer
-    reserved a GPU for the worker, the model is moved to it. Batches are moved to the device of the
-    model, including tensors inside tuples, lists and dicts.
+    A subclass can implement ``configure_scheduler(optimizer, total_steps)``, which returns
+    ``scheduler``. It is stepped after every step, unless the class sets
+    ``scheduler_interval = "epoch"``.
+
+    If ``model``, ``optimizer`` or a loader is missing, ``TypeError`` names it before training
+    starts. If the trainer reserved a GPU for the worker, the model is moved to it. Batches are
+    moved to the device of the model, including tensors inside tuples, lists and dicts.
     """
 
     model: Any
     optimizer: Any
     train_loader: Any
+    rank: int
+    world_size: int
+    device: str
+    global_step: int
+    epochs: int | None
+    total_steps: int | None
+    log: MetricLog
     _is_placed = False  # other classes, which may use these methods, place their models
     _step_options = OptimizerOptions()
     _steps: OptimizerSteps | None = None
+    _limits: StepOptions | None = None
+    _attributes: BoundAttributes
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        worker = super().__new__(cls)
+        context = WorkerContext.from_environment()
+        context.bind(worker)  # before the subclass's __init__, which needn't call this one's
+        worker._attributes = BoundAttributes.of(worker, context)
+        return worker
 
     def __init__(self, worker_id: int = 0, **kwargs: Any) -> None:
         self.worker_id = worker_id
@@ -115,6 +152,23 @@ class TorchWorker:
             raise create_ignored_error(options, cls.__name__)
         self._step_options = options
 
+    def _set_limits(self, options: StepOptions) -> None:
+        """Set how many batches are used in an epoch and in an evaluation."""
+        if not uses_training_step(type(self)):
+            raise options.create_limits_error(type(self).__name__)
+        self._limits = options
+        self._get_progress().set_limit(options.train_limit, options.overfits)
+
+    def _prepare_steps(self, first_step: int, epochs: int | None, total_steps: int | None) -> None:
+        """Create the scheduler that depends on the length of the run; see ``_set_length``."""
+        self._set_length(first_step, epochs, total_steps)
+        parts.configure_scheduler(self, total_steps)
+
+    def _set_length(self, first_step: int, epochs: int | None, total_steps: int | None) -> None:
+        """Set the fields of ``RunLength``."""
+        self._get_progress().first_step = first_step
+        self._attributes.update(epochs=epochs, total_steps=total_steps)
+
     def load_data_shard(self, shard_id: int, num_shards: int, data: Any = None) -> None:
         """Train on ``data`` or on a shard of ``train_loader``.
 
@@ -151,11 +205,12 @@ class TorchWorker:
         model, loader = self._part("model"), self._part("train_loader")
         self._part("optimizer")
         model.train()
-        steps, progress = self._get_steps(), self._get_progress()
+        steps, progress, log = self._get_steps(), self._get_progress(), MetricLog.find(self)
         progress.open(loader, epoch, start, steps.accumulate)
         was_complete = progress.is_complete
         device, step = parts.device_of(model), parts.step_of(self.training_step)
         for first, window in progress.iter_steps(stop):
+            self._attributes.update(global_step=progress.global_step)
             steps.start_step()
             batches = steps.weigh_batches(window)
             for batch_idx, (batch, weight, is_last) in enumerate(batches, first):
@@ -163,7 +218,9 @@ class TorchWorker:
                 with steps.autocast():
                     values = parts.as_dict(step(batch, batch_idx), "training_step")
                 steps.train_on(values["loss"], weight, is_last)
+                values = {**log.take(), **values}
                 progress.add(values, count_samples(batch), count_tokens(batch))
+        self._attributes.update(global_step=progress.global_step)
         result = progress.means.means()
         if progress.is_complete and not was_complete:
             steps.end_epoch(result.get("loss"))
@@ -185,30 +242,49 @@ class TorchWorker:
         count: int | None = self._get_progress().count_steps(loader, epoch, start, accumulate)
         return count
 
+    def _count_equal_epochs(self) -> int | None:
+        """Return the number of steps of each epoch; None if it isn't known or differs."""
+        dataset = getattr(self._part("train_loader"), "dataset", None)
+        is_equal = getattr(dataset, "has_fixed_shares", True)  # groups of miniray.data have not
+        return self.count_steps(self._get_progress().epoch + 1) if is_equal else None
+
     def take_log(self) -> Any:
         """Return the metrics of the steps since the last call, as a ``LogWindow``."""
         return self._get_progress().take_window(self._get_steps().measure())
 
     def evaluate(self, data: Any = None, shard_id: int = 0, num_shards: int = 1) -> dict[str, Any]:
         """Return sums and counts over ``data`` (a dataset, rows or columns) or ``val_loader``."""
+        if data is not None:
+            return self._sum_scores(create_eval_loader(data, getattr(self, "train_loader", None)))
+        loader = shard_loader(self._part("val_loader"), shard_id, num_shards)
+        limit = None if self._limits is None else self._limits.limit_val_batches
+        return self._sum_scores(loader, limit)
+
+    def _check_validation(self, shard_id: int, num_shards: int, max_batches: int) -> None:
+        """Validate on a few batches, and discard the scores. No state changes."""
+        cls, loader = type(self), getattr(self, "val_loader", None)
+        is_default = cls.validation_step is TorchWorker.validation_step  # the first step shows more
+        if loader is None or is_default or cls.evaluate is not TorchWorker.evaluate:
+            return
+        with parts.preserve_state([self._part("model")], loader):
+            self._sum_scores(shard_loader(loader, shard_id, num_shards), max_batches)
+
+    def _sum_scores(self, loader: Iterable[Any], most: int | None = None) -> dict[str, Any]:
+        """Return sums and counts over at most ``most`` batches."""
         import torch
 
-        if data is None:
-            loader = shard_loader(self._part("val_loader"), shard_id, num_shards)
-        else:
-            loader = create_eval_loader(data, getattr(self, "train_loader", None))
         model = self._part("model")
         was_training = model.training
         model.eval()
-        means = parts.Means()
+        means, log = parts.Means(), MetricLog.find(self)
         device, step = parts.device_of(model), parts.step_of(self.validation_step)
         try:
             # Training continues with the random numbers it had before.
             with torch.no_grad(), parts.keep_random_state(), self._get_steps().autocast():
-                for batch_idx, batch in enumerate(loader):
+                for batch_idx, batch in enumerate(itertools.islice(loader, most)):
                     batch = move_batch(batch, device)
                     values = parts.as_dict(step(batch, batch_idx), "validation_step")
-                    means.add(values, count_samples(batch))
+                    means.add({**log.take(), **values}, count_samples(batch))
         finally:
             model.train(was_training)
         return means.sums()
@@ -287,3 +363,9 @@ def trains_steps(worker_class: type) -> bool:
     if train_steps is not TorchWorker.train_steps:
         return train_steps is not None
     return getattr(worker_class, "train_epoch", None) is TorchWorker.train_epoch
+
+
+def uses_training_step(worker_class: type) -> bool:
+    """Return whether ``TorchWorker`` trains the epochs of a class, with its ``training_step``."""
+    train_steps = getattr(worker_class, "train_steps", None)
+    return train_steps is TorchWorker.train_steps and trains_steps(worker_class)

@@ -516,12 +516,13 @@ class BaseTrainer:
         return required
 
     def _create(self, worker_id: int) -> Any:
+        count = self._get_group().count
         return self._factory.create(
             lambda: self.create_worker(worker_id, **self._filter_kwargs(self.create_worker)),
             worker_id,
-            self._get_group().count,
+            count,
             self.session.directory.path,
-            create_environment(self.state.step, self._target),
+            create_environment(worker_id, count, self.state.step, self._target),
         )
 
     # -- workers ----------------------------------------------------------------------------------

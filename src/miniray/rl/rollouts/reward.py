@@ -26,14 +26,25 @@ from miniray.rl.metrics import RESERVED
 
 RewardFunction = Callable[[Any, Any], Any]
 
+_TOUCH_INTERVAL_S = 1.0
+
 
 class Scorer:
-    """Calls the reward function on many responses."""
+    """Calls the reward function on many responses.
+
+    ``touch`` is called after each call, and while the function runs within its timeout.
+    """
 
     def __init__(
-        self, function: RewardFunction, *, timeout: float | None, on_error: str, where: str
+        self,
+        function: RewardFunction,
+        *,
+        timeout: float | None,
+        on_error: str,
+        where: str,
+        touch: Callable[[], None] = lambda: None,
     ) -> None:
-        self._function = function
+        self._function, self._touch = function, touch
         self._timeout = timeout
         self._skip = on_error == "skip"
         self._where = where
@@ -57,7 +68,7 @@ class Scorer:
     def _run(self, rows: Sequence[Any], responses: Sequence[Any]) -> list[Any]:
         """Return the outcomes of the first rows, at least one: results and exceptions."""
         outcomes: list[Any] = []
-        clock = _Clock()
+        clock = _Clock(self._touch)
         calls = (self._function, rows, responses, outcomes, clock)
         if self._timeout is None:
             _call_all(*calls)
@@ -65,7 +76,9 @@ class Scorer:
         thread = threading.Thread(target=_call_all, args=calls, name="miniray-reward", daemon=True)
         thread.start()
         while True:
-            thread.join(max(0.0, clock.began + self._timeout - time.monotonic()))
+            left = clock.began + self._timeout - time.monotonic()
+            thread.join(min(max(0.0, left), _TOUCH_INTERVAL_S))
+            self._touch()
             if not thread.is_alive():
                 return outcomes
             if time.monotonic() - clock.began >= self._timeout:
@@ -117,13 +130,15 @@ class _Abandoned(BaseException):
 class _Clock:
     """The start time of the current call, and whether its results are still needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, touch: Callable[[], None]) -> None:
+        self._touch = touch
         self.began = time.monotonic()
         self._lock = threading.Lock()
         self._wanted = True
 
     def next(self, outcomes: list[Any], outcome: Any) -> bool:
         """Store an outcome and start the clock of the next call. Return False if it is too late."""
+        self._touch()
         with self._lock:
             if self._wanted:
                 outcomes.append(outcome)

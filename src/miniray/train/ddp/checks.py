@@ -89,13 +89,13 @@ def check_min_workers(min_workers: Any, num_workers: int, settings: RankSettings
 
 def check_divisible(facts: Sequence[dict[str, Any]]) -> None:
     """Raise ``ValueError`` if the rest of an epoch can't be divided among fewer ranks."""
-    ranks = [rank for rank, fact in enumerate(facts) if fact["steps"] and not fact["planned"]]
+    ranks = [rank for rank, fact in enumerate(facts) if fact["steps"] and not fact["divisible"]]
     if ranks:
         raise ValueError(
             "min_workers needs data= or a self.train_loader that miniray shards, but rank "
-            f"{ranks[0]} has a loader with its own shard, its own sampler or batches by tokens. "
-            "The rest of an epoch can't be divided among fewer workers without repeating or losing "
-            "rows. Use a DataLoader over all samples, or a loader of miniray.data with a batch_size"
+            f"{ranks[0]} has a loader with its own shard or its own sampler. The rest of an epoch "
+            "can't be divided among fewer workers without repeating or losing rows. Use a "
+            "DataLoader over all samples, or a loader of miniray.data"
         )
 
 

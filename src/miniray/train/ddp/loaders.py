@@ -82,10 +82,7 @@ def _take_share(
         overfits=settings.overfits,
     )
     if settings.overfits and data.planned(user.train_loader) is None:
-        raise ValueError(
-            "overfit_batches= needs a self.train_loader that miniray shards: a DataLoader over "
-            "all samples, in order or shuffled. Other loaders choose their batches themselves"
-        )
+        raise data.create_overfit_error()
 
 
 def iter_windows(

@@ -91,6 +91,7 @@ class ReplicatedModel:
             ],
             "steps": has_steps,
             "planned": self.epoch_data is not None and self.epoch_data.is_planned,
+            "divisible": self.epoch_data is not None and self.epoch_data.has_position,
             "batches": None if self.epoch_data is None else self._count_batches(),
             "own_methods": self.traits.own_methods,
             "validates": self._has_validation(),
@@ -152,9 +153,9 @@ class ReplicatedModel:
 
     def configure_scheduler(self, total_steps: int | None) -> None:
         """Use the result of the worker's ``configure_scheduler``; it is stepped after each step."""
-        if self.traits.has_steps and hasattr(self.user, "configure_scheduler"):
-            self.user.scheduler = self.user.configure_scheduler(self.user.optimizer, total_steps)
-            self.scheduler_interval = get_scheduler_interval(self.user, "step")
+        if self.traits.has_steps:
+            parts.configure_scheduler(self.user, total_steps)
+            self.scheduler_interval = get_scheduler_interval(self.user)
 
     def create_loop(self) -> StepLoop | UserLoop:
         """Return the loop that trains epochs."""
@@ -250,7 +251,7 @@ class ReplicatedModel:
         self.scaler.step(optimizer)
         self.scaler.update()
         if self.scheduler_interval == "step":
-            self.user.scheduler.step()
+            parts.step_schedule(self.user.scheduler)
 
     def share_buffers(self) -> None:
         if self.context.world_size > 1:
@@ -330,7 +331,7 @@ class ReplicatedModel:
         vars(self.user).update(self._synced)
 
 
-def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:
+def get_scheduler_interval(worker: Any) -> str | None:
     """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one."""
     check_scheduler(getattr(worker, "scheduler", None), "self.scheduler")
-    return parts.get_scheduler_interval(worker, default)
+    return parts.get_scheduler_interval(worker)

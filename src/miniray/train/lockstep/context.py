@@ -68,12 +68,9 @@ class RankContext:
         self.device: Any = torch.device("cpu")
         self.state: RankState = RankState()
         self.recorder: Any = None
-        before = WorkerContext.from_environment()
-        names = ("global_step", "epochs", "total_steps")
-        self._attributes = BoundAttributes(user, {name: getattr(before, name) for name in names})
-        log = getattr(user, "__dict__", {}).get("log")
+        self._attributes = BoundAttributes.of(user, WorkerContext.from_environment())
         #: The metrics that the user's object logs.
-        self.log = log if isinstance(log, MetricLog) else MetricLog()
+        self.log = MetricLog.find(user)
         self.until: int | None = None  # the step at which the driver wants the ranks to pause
         self._shares_boxes = False
         self._opened = contextlib.ExitStack()

@@ -111,6 +111,11 @@ class LockstepGroup:
         return self._ranks.handles
 
     @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of each epoch; None if they aren't known or differ."""
+        return self._ranks.steps_per_epoch
+
+    @property
     def knows_steps(self) -> bool:
         """Whether the ranks know the steps of an epoch when they start it."""
         return self._ranks.knows_steps

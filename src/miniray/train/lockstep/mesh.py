@@ -19,9 +19,6 @@ from miniray.errors import CheckpointError
 from miniray.train.run.tensors.shards import create_shard, is_shard
 from miniray.train.torch_private import get_shard_offset
 
-#: Integer types by size in bytes, to read the bits of numbers of any type.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def make_mesh(device: Any, sizes: Mapping[str, int]) -> Any:
     """Return a mesh of all ranks, in their order. A collective: every rank creates every group."""
@@ -173,16 +170,28 @@ def load_tensors(targets: Iterable[tuple[str, Any]], values: Mapping[str, Any]) 
 
 
 def compute_checksums(parameters: Iterable[tuple[str, Any]]) -> dict[str, int]:
-    """Return a checksum of this rank's part of each parameter: the sum of its bits as integers."""
+    """Return a checksum of this rank's part of each parameter: the sum of its bits as integers.
+
+    A changed bit changes the sum, which is taken modulo 2**64.
+    """
     names: list[str] = []
     sums: list[torch.Tensor] = []
     for name, parameter in parameters:
-        values = local(parameter).detach().reshape(-1)
-        bits = values.view(_INTEGERS.get(values.element_size(), torch.uint8))
+        total = _sum_bits(local(parameter).detach().reshape(-1).view(torch.uint8))
         names.append(name)
-        total = bits.sum(dtype=torch.int64)
         sums.append(total.to(sums[0].device) if sums else total)
     return dict(zip(names, torch.stack(sums).tolist() if sums else (), strict=True))
+
+
+def _sum_bits(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of bytes, 8 of which are read at once as an integer.
+
+    torch adds integers of this type about 30 times as fast as those that it has to convert.
+    """
+    if values.storage_offset() % 8:
+        values = values.clone()  # torch doesn't view these as larger integers
+    whole = len(values) - len(values) % 8
+    return values[:whole].view(torch.int64).sum() + values[whole:].sum()
 
 
 def shard_like(target: Any, value: Any) -> Any:

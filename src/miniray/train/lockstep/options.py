@@ -25,6 +25,7 @@ class RunFacts:
     ``own_process``: the process belongs to the rank, and ``workers.process`` has set it up.
     ``overfits``: every epoch has the same batches, in order.
     ``target``, ``position``: where the current ``train`` ends, and the ``RankState`` at its start.
+    ``schedule_steps``: the steps for which ranks before a restart created their schedulers.
     """
 
     seed: int = 0
@@ -37,6 +38,7 @@ class RunFacts:
     overfits: bool = False
     target: TrainTarget = dataclasses.field(default_factory=TrainTarget)
     position: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    schedule_steps: int | None = None
 
     def create_replica(self, user: Any, traits: WorkerTraits, context: RankContext) -> Any:
         """Return the ``Replica`` of a rank that holds ``user``. Called in its process."""

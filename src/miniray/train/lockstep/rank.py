@@ -81,7 +81,8 @@ class RankActor:
         self._context.status.set_phase("wrapping the model")
         steps: int | None = self._replica.wrap(agreed)
         self._steps_per_epoch = steps
-        self._replica.configure_scheduler(self._context.set_target(facts.target, start, steps))
+        total = self._context.set_target(facts.target, start, steps)
+        self._replica.configure_scheduler(facts.schedule_steps or total)
         self._loop = self._replica.create_loop()
         self._context.status.set_phase("idle")
         return steps

@@ -37,7 +37,8 @@ from miniray.train.workers.group import end, filter_kwargs, get_method_spec, rea
 #: The method that trains an epoch: its errors have a step.
 TRAIN_EPOCH = "run_rank_epoch"
 
-_POLL_INTERVAL_S = 0.5  # between two checks of the ranks' heartbeats
+#: Seconds between two checks of the ranks' heartbeats.
+POLL_INTERVAL_S = 0.5
 _LEAVE_TIMEOUT_S = 5.0  # for ranks to leave the process group
 #: Seconds for the cause to arrive after its first consequence.
 CAUSE_TIMEOUT_S = 5.0
@@ -230,7 +231,7 @@ class RunningRanks:
         give_up: float | None = None
         with contextlib.closing(bar):
             while pending and answers.verdict is None:
-                has_answer = answers.receive(_POLL_INTERVAL_S)
+                has_answer = answers.receive(POLL_INTERVAL_S)
                 now = time.monotonic()
                 answered = now if has_answer else answered
                 if answers.failures:

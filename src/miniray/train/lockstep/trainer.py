@@ -130,6 +130,7 @@ class LockstepTrainer(BaseTrainer):
         )
         self._checkpoint_memory = CheckpointMemory()
         self._has_requested_pause = False
+        self._schedule_steps: int | None = None  # for which the ranks created their schedulers
 
     def _allow_fewer_workers(self, min_workers: int) -> None:
         """Let the run continue on fewer workers; see ``min_workers`` of ``DDPTrainer``.
@@ -212,7 +213,13 @@ class LockstepTrainer(BaseTrainer):
             )
 
     def _start_workers(self) -> None:
+        is_new = self._group is None
+        if is_new:
+            self._schedule_steps = None
         super()._start_workers()
+        if is_new:  # ranks that restart keep the schedule, also if their number changes
+            epoch_steps = self._get_ranks().steps_per_epoch
+            self._schedule_steps = self._target.count_steps(self.state, epoch_steps)
         if not self.state.step and not self._target.is_reached(self.state):
             self._check_validation()
 
@@ -364,6 +371,7 @@ class LockstepTrainer(BaseTrainer):
                 "epoch": self.epoch,
                 "step_in_epoch": self.state.step_in_epoch,
             },
+            "schedule_steps": self._schedule_steps,
         }
         evaluates = type(self).evaluate is LockstepTrainer.evaluate
         interval = self.options.eval_interval if evaluates else 0

@@ -9,17 +9,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from miniray.core import session
-from miniray.doctor import actors
 
 if TYPE_CHECKING:
     from miniray.train.run.state import TrainTarget
 
 #: Environment variable with the values of ``WorkerContext`` that only the driver knows.
-_PROGRESS = "MINIRAY_TRAIN_PROGRESS"
+_CONTEXT = "MINIRAY_TRAIN_CONTEXT"
 
 
 class MetricLog:
     """The ``self.log(name, value)`` of workers: collects metrics of a step or a validation step."""
+
+    @classmethod
+    def find(cls, user_object: Any) -> MetricLog:
+        """Return the log that was bound to an object, or an unused one if its class has its own."""
+        log = getattr(user_object, "__dict__", {}).get("log")
+        return log if isinstance(log, cls) else cls()
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -59,10 +64,9 @@ class WorkerContext:
 
     @classmethod
     def from_environment(cls) -> WorkerContext:
-        """Return the context of this process; without a trainer's environment, that of rank 0."""
-        rank, world_size = os.environ.get(actors.RANK, "0"), os.environ.get(actors.WORLD_SIZE, "1")
-        progress = json.loads(os.environ.get(_PROGRESS, "{}"))
-        return cls(int(rank), int(world_size), find_device(), **progress)
+        """Return the context of this worker; without a trainer's environment, that of rank 0."""
+        alone = {"rank": 0, "world_size": 1}
+        return cls(device=find_device(), **(alone | json.loads(os.environ.get(_CONTEXT, "{}"))))
 
     def bind(self, user_object: Any) -> None:
         """Set the attributes that the class of ``user_object`` doesn't define itself.
@@ -74,10 +78,13 @@ class WorkerContext:
                 vars(user_object)[field.name] = getattr(self, field.name)
 
 
-def create_environment(step: int, target: TrainTarget) -> dict[str, str]:
+def create_environment(
+    rank: int, world_size: int, step: int, target: TrainTarget
+) -> dict[str, str]:
     """Return the environment variable that tells a new worker where the run is and ends."""
+    place = {"rank": rank, "world_size": world_size}
     progress = {"global_step": step, "epochs": target.epochs, "total_steps": target.steps}
-    return {_PROGRESS: json.dumps(progress)}
+    return {_CONTEXT: json.dumps(place | progress)}
 
 
 class BoundAttributes:
@@ -94,6 +101,12 @@ class BoundAttributes:
         self._attributes: dict[str, Any] = getattr(user_object, "__dict__", {})
         self._values = {name: v for name, v in values.items() if name in self._attributes}
 
+    @classmethod
+    def of(cls, user_object: Any, bound: WorkerContext) -> BoundAttributes:
+        """Return those of an object to which ``bound`` was bound."""
+        names = ("global_step", "epochs", "total_steps")
+        return cls(user_object, {name: getattr(bound, name) for name in names})
+
     def update(self, **values: Any) -> None:
         """Set attributes."""
         for name, value in values.items():
@@ -107,7 +120,7 @@ def _is_equal(found: Any, value: Any) -> bool:
 
 def find_device() -> str:
     """Return ``"cuda:0"`` if this process was assigned a GPU that torch can use, else ``"cpu"``."""
-    if not session.get_gpu_ids():
+    if not session.is_initialized() or not session.get_gpu_ids():
         return "cpu"
     import torch
 

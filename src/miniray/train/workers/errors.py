@@ -11,6 +11,7 @@ from miniray.train.workers.budget import is_loss
 
 #: Methods of ``WorkerActor`` and the user's methods that they call, which errors name.
 USER_METHODS = {
+    "_check_validation": "validation_step",
     "assign_data": "load_data_shard",
     "check_validation": "validation_step",
     "evaluate_together": "evaluate",

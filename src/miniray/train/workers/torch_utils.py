@@ -7,6 +7,7 @@ import inspect
 import math
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any
@@ -106,10 +107,20 @@ def _describe_value(value: Any) -> str:
     return f"{value!r:.80}"
 
 
-def get_scheduler_interval(worker: Any, default: str = "epoch") -> str | None:
-    """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one."""
+def configure_scheduler(worker: Any, total_steps: int | None) -> None:
+    """Set ``worker.scheduler`` to the result of its ``configure_scheduler``, if it has one."""
+    if hasattr(worker, "configure_scheduler"):
+        worker.scheduler = worker.configure_scheduler(worker.optimizer, total_steps)
+
+
+def get_scheduler_interval(worker: Any) -> str | None:
+    """Return when ``worker.scheduler`` is stepped, ``"epoch"`` or ``"step"``; None without one.
+
+    That of ``configure_scheduler`` is stepped after each step, unless the class says otherwise.
+    """
     if getattr(worker, "scheduler", None) is None:
         return None
+    default = "step" if hasattr(worker, "configure_scheduler") else "epoch"
     interval: str = getattr(worker, "scheduler_interval", default)
     if interval not in ("epoch", "step"):
         raise ValueError(f'scheduler_interval must be "epoch" or "step", not {interval!r}')
@@ -129,6 +140,31 @@ def step_scheduler(scheduler: Any, loss: float | None) -> None:
         scheduler.step()
     elif loss is not None:
         scheduler.step(loss)
+
+
+def step_schedule(scheduler: Any) -> None:
+    """Step the learning rate scheduler after an optimizer step.
+
+    A ``OneCycleLR`` raises an error if it is stepped after its end, which would end a run that has
+    more steps than were planned, for example because it continues on fewer workers. Its learning
+    rate stays at the minimum instead.
+    """
+    from torch.optim.lr_scheduler import OneCycleLR
+
+    if not isinstance(scheduler, OneCycleLR):
+        scheduler.step()
+        return
+    if scheduler.last_epoch < scheduler.total_steps:
+        scheduler.step()
+    else:
+        warnings.warn(
+            f"the OneCycleLR has ended after total_steps={scheduler.total_steps}: training "
+            "continues with its minimum learning rate",
+            stacklevel=2,
+        )
+    if scheduler.last_epoch >= scheduler.total_steps:  # torch goes beyond the minimum here
+        for group in scheduler.optimizer.param_groups:
+            group["lr"] = group["min_lr"]
 
 
 def measure_step(model: Any, optimizer: Any) -> dict[str, float]:

@@ -137,6 +137,14 @@ def take_share(
     return replace_parts(loader, batch_sampler=batches, dataset=SeededDataset(loader.dataset))
 
 
+def create_overfit_error() -> ValueError:
+    """Return the error for a loader whose batches miniray doesn't choose."""
+    return ValueError(
+        "overfit_batches= needs a self.train_loader that miniray shards: a DataLoader over "
+        "all samples, in order or shuffled. Other loaders choose their batches themselves"
+    )
+
+
 def shard_data(loader: Any, rank: int, world_size: int) -> Any:
     """Return the rank's part of a loader or dataset of miniray.data that isn't sharded yet.
 

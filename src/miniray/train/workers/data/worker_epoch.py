@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
 from miniray.train.run.step_log import LogWindow
 from miniray.train.workers import torch_utils as parts
@@ -28,6 +28,7 @@ from miniray.train.workers.data.loaders import (
     load_loader_state,
     replace_parts,
 )
+from miniray.train.workers.data.planned import create_overfit_error, set_epoch
 from miniray.train.workers.data.seeding import (
     SeededDataset,
     SeededIndices,
@@ -70,16 +71,20 @@ class _SeededLoader:
         is_torch = isinstance(loader, DataLoader) and not hasattr(loader, "state_dict")
         return None if not is_torch or describe_custom_sampling(loader) else cls(loader)
 
-    def start(self, first: int) -> Iterator[Any]:
+    def start(self, first: int, in_order: bool) -> Iterator[Any]:
         """Draw the order of the epoch and the seed, and start the loader at batch ``first``."""
         loader = self.original
+        batches = loader.batch_sampler
+        if in_order:
+            rows = SequentialSampler(loader.dataset)
+            batches = BatchSampler(rows, loader.batch_size, loader.drop_last)
         listed = self._listed
-        listed.batches, listed.seed, listed.first = list(loader.batch_sampler), draw_seed(), first
+        listed.batches, listed.seed, listed.first = list(batches), draw_seed(), first
         state = parts.random_state(), get_loader_state(loader, has_position=False)
-        batches: Iterator[Any] = iter(self._copy)  # draws a number if it starts processes
+        iterator: Iterator[Any] = iter(self._copy)  # draws a number if it starts processes
         load_loader_state(loader, state[1])
         parts.set_random_state(state[0])
-        return batches
+        return iterator
 
 
 class WorkerEpoch:
@@ -88,14 +93,19 @@ class WorkerEpoch:
     Attributes:
         epoch: Index of the epoch.
         step: Number of completed steps of ``accumulate`` batches.
+        first_step: Completed steps of the run at the start of this epoch, or of the next one.
         is_complete: Whether the loader has no more batches.
         means: Means of the epoch so far.
     """
 
     def __init__(self) -> None:
         self.epoch, self.step, self.is_complete = -1, 0, False
+        self.first_step = 0
+        self._limit: int | None = None
+        self._overfits = False
         self.means = parts.Means()
         self._start: dict[str, Any] | None = None  # random numbers at the start of the epoch
+        self._loader: Any = None  # of ``_batches``
         self._batches: Iterator[Any] | None = None
         self._count: int | None = None
         self._accumulate = 1
@@ -107,6 +117,15 @@ class WorkerEpoch:
         self._log_steps, self._log_seconds = 0, 0.0
 
     # -- position ---------------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """Completed steps of the run."""
+        return self.first_step + (0 if self.is_complete else self.step)
+
+    def set_limit(self, batches: int | None, overfits: bool) -> None:
+        """Use at most this number of batches in an epoch; with ``overfits``, always the same."""
+        self._limit, self._overfits = batches, overfits
 
     def open(self, loader: Any, epoch: int, start: int, accumulate: int = 1) -> None:
         """Go to step ``start`` of an epoch.
@@ -134,16 +153,23 @@ class WorkerEpoch:
 
     def _iterate(self, loader: Any) -> Iterator[Any]:
         """Start the loader at ``step``."""
+        self._loader, done = loader, self._accumulate * self.step
+        limit = None if self._limit is None else max(0, self._limit - done)
+        return itertools.islice(self._start_loader(loader, done), limit)
+
+    def _start_loader(self, loader: Any, done: int) -> Iterator[Any]:
         if self._seeded is None or self._seeded.original is not loader:
             self._seeded = _SeededLoader.create(loader)
         if self._seeded is not None:
-            return self._seeded.start(self._accumulate * self.step)
+            return self._seeded.start(done, self._overfits)
+        if self._overfits:
+            raise create_overfit_error()
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)
         batches: Iterator[Any] = iter(loader)
         if not hasattr(loader, "state_dict"):
-            for _ in itertools.islice(batches, self._accumulate * self.step):
+            for _ in itertools.islice(batches, done):
                 pass
         return batches
 
@@ -164,11 +190,12 @@ class WorkerEpoch:
         if getattr(loader, "batch_by", None) is not None:  # batches of tokens: rows would be read
             return None
         try:
-            count = -(-len(loader) // accumulate)
+            batches = len(loader)
         except TypeError:
             return None
         # Loaders of miniray.data count the batches that are left.
-        return count + (start if is_shardable(loader) else 0)
+        count = -(-batches // accumulate) + (start if is_shardable(loader) else 0)
+        return count if self._limit is None else min(count, -(-self._limit // accumulate))
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -179,12 +206,18 @@ class WorkerEpoch:
             assert self._batches is not None
             batches = list(itertools.islice(self._batches, self._accumulate))
             if not batches:
-                self.is_complete, self._batches = True, None
+                self._complete()
                 break
             yield self._accumulate * self.step, batches
             self.step += 1
             self._log_steps += 1
         self._log_seconds += time.monotonic() - began
+
+    def _complete(self) -> None:
+        self.first_step = self.global_step
+        self.is_complete, self._batches = True, None
+        if self._limit is not None:  # else the loader counts epochs itself, after its last batch
+            set_epoch(self._loader, self.epoch + 1)
 
     def add(self, values: Mapping[str, Any], samples: int, tokens: Any) -> None:
         """Add the metrics of a step."""
@@ -224,6 +257,7 @@ class WorkerEpoch:
         return {
             "epoch": self.epoch,
             "step": self.step,
+            "first_step": self.first_step,
             "is_complete": self.is_complete,
             "means": self.means.state_dict(),
             "start": self._start if self._is_inside else None,
@@ -234,6 +268,7 @@ class WorkerEpoch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at ``state_dict``. The loader and the random numbers are restored separately."""
         self.epoch, self.step = state["epoch"], state["step"]
+        self.first_step = state["first_step"]
         self.is_complete, self._start = state["is_complete"], state["start"]
         self._count, self._batches = state["count"], None
         self._accumulate = state["accumulate"]
