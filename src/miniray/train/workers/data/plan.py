@@ -14,6 +14,7 @@ with weight 0, so that every rank runs every step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from miniray.data import shard_indices
 Window = tuple[float, ...]
 
 
+@dataclasses.dataclass
 class EpochPlan:
     """The windows of an epoch over ``n`` samples that miniray assigns to ranks.
 
@@ -45,22 +47,21 @@ class EpochPlan:
         ValueError: A rank has no samples in the whole epoch, or ``uneven="error"`` applies.
     """
 
-    def __init__(
-        self,
-        n: int,
-        batch_size: int,
-        world_size: int,
-        *,
-        accumulate: int = 1,
-        uneven: str = "join",
-        drop_last: bool = False,
-        start: int = 0,
-        limit: int | None = None,
-    ) -> None:
-        self.n, self.batch_size, self.world_size = n, batch_size, world_size
-        self.accumulate, self.uneven, self.start = accumulate, uneven, start
-        self.drop_last = drop_last
-        n = max(0, n - start)
+    n: int
+    batch_size: int
+    world_size: int
+    _: dataclasses.KW_ONLY
+    accumulate: int = 1
+    uneven: str = "join"
+    drop_last: bool = False
+    start: int = 0
+    limit: int | None = None
+    #: Number of samples of all ranks in each micro-batch.
+    sizes: list[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        world_size, uneven = self.world_size, self.uneven
+        n = max(0, self.n - self.start)
         over = n % world_size
         if uneven == "error" and over:
             counts = [(n - rank + world_size - 1) // world_size for rank in range(world_size)]
@@ -72,28 +73,19 @@ class EpochPlan:
         used = n
         if over and uneven in ("pad", "drop"):
             used += world_size - over if uneven == "pad" else -over
-        full = world_size * batch_size
+        full = world_size * self.batch_size
         sizes = [full] * (used // full)
-        tail = 0 if drop_last else used % full
-        self.sizes = sizes = ([*sizes, tail] if tail else sizes)[:limit]
-        if not start and (not sizes or sizes[0] < world_size):
+        tail = 0 if self.drop_last else used % full
+        self.sizes = sizes = ([*sizes, tail] if tail else sizes)[: self.limit]
+        if not self.start and (not sizes or sizes[0] < world_size):
             idle = world_size - (sizes[0] if sizes else 0)
             last = f"rank {world_size - 1} has" if idle == 1 else f"{idle} ranks have"
-            why = f"a full batch takes {full}" if drop_last else f"{world_size} ranks"
+            why = f"a full batch takes {full}" if self.drop_last else f"{world_size} ranks"
             raise ValueError(f"{last} 0 batches: {n} samples are too few ({why})")
 
     def rest(self, start: int, limit: int | None) -> EpochPlan:
         """Return the plan of this epoch after ``start`` samples, with at most ``limit`` batches."""
-        return EpochPlan(
-            self.n,
-            self.batch_size,
-            self.world_size,
-            accumulate=self.accumulate,
-            uneven=self.uneven,
-            drop_last=self.drop_last,
-            start=start,
-            limit=limit,
-        )
+        return dataclasses.replace(self, start=start, limit=limit)
 
     def windows(self, rank: int) -> Iterator[Window]:
         """Yield this rank's part of each optimizer step."""
