@@ -89,6 +89,8 @@ class LockstepGroup:
     world: WorldSize = dataclasses.field(default_factory=WorldSize)
     get_epochs: Callable[[], int | None] = lambda: None
     keep_initial: Keep = Keep.ALL
+    #: Calls a method of ranks at once, without recovery; see ``RunningRanks.call``.
+    call_ranks: Callable[..., list[Any]] = dataclasses.field(init=False)
     _ranks: RunningRanks = dataclasses.field(init=False)
     _unread_logs: list[LogWindow] = dataclasses.field(default_factory=list)
     _is_restarting: bool = False
@@ -104,6 +106,7 @@ class LockstepGroup:
             on_poll=self.on_poll,
             get_epochs=self.get_epochs,
         )
+        self.call_ranks = self._ranks.call
 
     @property
     def handles(self) -> list[Any]:
@@ -318,11 +321,6 @@ class LockstepGroup:
 
     def has(self, method: str) -> bool:
         return get_method_spec(self.handles[0], method) is not None
-
-    @property
-    def call_ranks(self) -> Callable[..., list[Any]]:
-        """Call a method of ranks at once, without recovery; see ``RunningRanks.call``."""
-        return self._ranks.call
 
     def read_logs(self) -> list[LogWindow]:
         """Return the log windows that the ranks have posted since the last call."""

@@ -14,6 +14,7 @@ with weight 0, so that every rank runs every step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from miniray.data.plan.split import Interleaved
 Window = tuple[float, ...]
 
 
+@dataclasses.dataclass
 class EpochPlan:
     """The windows of an epoch over ``n`` samples that miniray assigns to ranks.
 
@@ -47,24 +49,24 @@ class EpochPlan:
         ValueError: A rank has no samples in the whole epoch, or ``uneven="error"`` applies.
     """
 
-    def __init__(
-        self,
-        n: int,
-        batch_size: int,
-        world_size: int,
-        *,
-        accumulate: int = 1,
-        uneven: str = "join",
-        drop_last: bool = False,
-        start: int = 0,
-        limit: int | None = None,
-    ) -> None:
-        self.n, self.batch_size, self.world_size = n, batch_size, world_size
-        self.accumulate, self.uneven, self.drop_last = accumulate, uneven, drop_last
+    n: int
+    batch_size: int
+    world_size: int
+    _: dataclasses.KW_ONLY
+    accumulate: int = 1
+    uneven: str = "join"
+    drop_last: bool = False
+    start: int = 0
+    limit: int | None = None
+    #: Number of samples of all ranks in each micro-batch.
+    sizes: list[int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        world_size, uneven = self.world_size, self.uneven
         even: Any = uneven if uneven in ("pad", "drop") else "exact"
         self._split = Interleaved(even)
-        self._remaining = Progress(n, self._split).extend([1, start]).remaining
-        rows = self._split.count_step_rows(self._remaining, world_size, batch_size)
+        self._remaining = Progress(self.n, self._split).extend([1, self.start]).remaining
+        rows = self._split.count_step_rows(self._remaining, world_size, self.batch_size)
         n = self._remaining.total
         if uneven == "error" and n % world_size:
             counts = [sum(column) for column in zip(*rows, strict=True)]
@@ -73,29 +75,20 @@ class EpochPlan:
                 f"{n} samples can't be divided evenly among {world_size} ranks ({shown}). "
                 'Choose uneven="join", "pad" or "drop"'
             )
-        full = world_size * batch_size
-        if drop_last and rows and sum(rows[-1]) < full:
+        full = world_size * self.batch_size
+        if self.drop_last and rows and sum(rows[-1]) < full:
             del rows[-1]
-        self._rows = rows[:limit]
+        self._rows = rows[: self.limit]
         self.sizes = [sum(counts) for counts in self._rows]
-        if not start and (not self.sizes or self.sizes[0] < world_size):
+        if not self.start and (not self.sizes or self.sizes[0] < world_size):
             idle = world_size - (self.sizes[0] if self.sizes else 0)
             last = f"rank {world_size - 1} has" if idle == 1 else f"{idle} ranks have"
-            why = f"a full batch takes {full}" if drop_last else f"{world_size} ranks"
+            why = f"a full batch takes {full}" if self.drop_last else f"{world_size} ranks"
             raise ValueError(f"{last} 0 batches: {n} samples are too few ({why})")
 
     def rest(self, start: int, limit: int | None) -> EpochPlan:
         """Return the plan of this epoch after ``start`` samples, with at most ``limit`` batches."""
-        return EpochPlan(
-            self.n,
-            self.batch_size,
-            self.world_size,
-            accumulate=self.accumulate,
-            uneven=self.uneven,
-            drop_last=self.drop_last,
-            start=start,
-            limit=limit,
-        )
+        return dataclasses.replace(self, start=start, limit=limit)
 
     def windows(self, rank: int) -> list[Window]:
         """Return this rank's part of each optimizer step."""
