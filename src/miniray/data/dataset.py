@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from miniray.checks import check_choice, check_int
 from miniray.data.loader.blocks import BlockBuffer
-from miniray.data.loader.columns import to_rows
+from miniray.data.loader.columns import RowId, to_rows
 from miniray.data.locations import BlockKey, Int64s, Locations, cumulate
 from miniray.data.plan import progress
 from miniray.data.plan.order import EpochOrder, Window
@@ -39,7 +39,7 @@ from miniray.data.plan.split import (
     IntervalSet,
     Split,
 )
-from miniray.data.rows import RowId, RowSet, SourceRows
+from miniray.data.rows import RowSet, SourceRows
 from miniray.data.sources.base import Source, parse_bytes
 
 _ITERATION_ROWS = 256  # gathered at a time

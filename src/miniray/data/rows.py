@@ -11,6 +11,7 @@ import numpy as np
 
 from miniray.checks import check_choice, check_int
 from miniray.data.groups import find_group_starts
+from miniray.data.loader.columns import RowId
 from miniray.data.locations import Int64s
 from miniray.data.plan.groups import GroupedOrder
 from miniray.data.plan.order import (
@@ -30,8 +31,6 @@ from miniray.errors import DataError
 
 if TYPE_CHECKING:
     from miniray.data.sources.row_cache import RowCache
-
-RowId = tuple[str, int]  # file, and row within the file
 
 Self = TypeVar("Self", bound="RowSet")
 

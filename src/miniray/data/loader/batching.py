@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miniray.data.loader.blocks import BlockBuffer
-from miniray.data.loader.columns import NameRow, is_record_batch, to_rows
+from miniray.data.loader.columns import NameRow, RowId, is_record_batch, to_rows
 from miniray.data.locations import Int64s
 from miniray.data.plan.permutation import Permutation, derive_key
 from miniray.errors import RowError
@@ -39,7 +39,7 @@ class TokenBatches:
     def cut(self, dataset: Dataset, rows: Any, positions: Int64s) -> list[list[int]]:
         """Return the batches of a chunk as indices into its rows."""
 
-        def name_row(index: int) -> tuple[str, int]:
+        def name_row(index: int) -> RowId:
             return dataset.name_positions(positions[index : index + 1])[0]
 
         lengths = self._find_lengths(rows, name_row)

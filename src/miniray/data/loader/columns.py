@@ -17,8 +17,11 @@ from miniray.errors import DataError, RowError
 if TYPE_CHECKING:
     from miniray.data.sources.base import Source
 
-#: Returns file and row number of one of the rows.
-NameRow = Callable[[int], tuple[str, int]]
+#: File of a row, and its number in the file.
+RowId = tuple[str, int]
+
+#: Returns the id of one of the rows.
+NameRow = Callable[[int], RowId]
 
 
 def is_record_batch(rows: Any) -> bool:

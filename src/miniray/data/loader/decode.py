@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from miniray.data.loader.columns import collect_columns, to_columns, to_rows, to_table
+from miniray.data.loader.columns import RowId, collect_columns, to_columns, to_rows, to_table
 from miniray.data.loader.threads import DaemonPool, join_futures
 from miniray.data.plan.shard import split_evenly
 from miniray.errors import RowError
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from miniray.data.loader.processes import ProcessPool
 
 Format = Literal["numpy", "torch", "arrow"]
-RowId = tuple[str, int]
 Outcome = tuple[Any, Exception | None]
 
 #: Marks a row, or a batch, that is left out because of an error in the transform.
