@@ -20,7 +20,7 @@ import numpy.typing as npt
 from miniray.checks import check_choice, check_int
 from miniray.data.loader.blocks import BlockBuffer
 from miniray.data.loader.columns import RowId, to_rows
-from miniray.data.locations import BlockKey, Int64s, Locations, cumulate
+from miniray.data.locations import BlockKey, Int64s, Locations
 from miniray.data.plan import progress
 from miniray.data.plan.order import EpochOrder, Window
 from miniray.data.plan.progress import Progress
@@ -39,7 +39,7 @@ from miniray.data.plan.split import (
     IntervalSet,
     Split,
 )
-from miniray.data.rows import RowSet, SourceRows
+from miniray.data.rows import RowSet
 from miniray.data.sources.base import Source, parse_bytes
 
 _ITERATION_ROWS = 256  # gathered at a time
@@ -173,54 +173,25 @@ class Dataset:
             self._order = self.row_set.create_order(self.epoch, self.memory_budget)
         return self._order
 
-    def _divide(
-        self, ordinals: Int64s
-    ) -> Iterator[tuple[int, SourceRows, npt.NDArray[Any], Int64s]]:
-        """Yield member, indices into ``ordinals`` and ordinals among the rows of the member."""
-        members = self.row_set.members
-        starts = cumulate([member.total_rows for member in members])
-        found = np.searchsorted(starts[:-1], ordinals, side="right") - 1
-        for number, member in enumerate(members):
-            chosen = np.flatnonzero(found == number)
-            if len(chosen):
-                yield number, member, chosen, ordinals[chosen] - starts[number]
-
     def find_ordinals(self, positions: npt.ArrayLike) -> Int64s:
         """Return the ordinals among the selected rows of the rows at ``positions``."""
         return self._get_order().map_positions(np.asarray(positions, dtype=np.int64))
 
-    def _locate(self, ordinals: Int64s) -> Locations:
-        array = np.empty((len(ordinals), 3), dtype=np.int64)
-        for number, member, chosen, inside in self._divide(ordinals):
-            array[chosen] = member.open()[1].locate(inside, number).array
-        return Locations(array)
-
     def locate(self, positions: Int64s) -> Locations:
         """Return the locations of the rows at ``positions`` of the epoch's order."""
-        return self._locate(self.find_ordinals(positions))
+        return self.row_set.locate(self.find_ordinals(positions))
 
     def number_positions(self, positions: npt.ArrayLike) -> list[int]:
         """Return the numbers of the rows at ``positions``. Nothing is read.
 
         They number all rows of the sources, the same on all ranks and in all epochs.
         """
-        ordinals = self.find_ordinals(positions)
-        numbers = np.empty_like(ordinals)
-        starts = cumulate([member.source_rows for member in self.row_set.members])
-        for number, member, chosen, inside in self._divide(ordinals):
-            numbers[chosen] = starts[number] + member.select().number_rows(inside)
+        numbers = self.row_set.number_ordinals(self.find_ordinals(positions))
         return numbers.tolist()  # type: ignore[no-any-return]
-
-    def _name(self, ordinals: Int64s) -> list[RowId]:
-        ids: list[Any] = [None] * len(ordinals)
-        for _, member, chosen, inside in self._divide(ordinals):
-            for index, row_id in zip(chosen.tolist(), member.name_ordinals(inside), strict=True):
-                ids[index] = row_id
-        return ids
 
     def name_positions(self, positions: npt.ArrayLike) -> list[RowId]:
         """Return the ids of the rows at ``positions``. Nothing is read."""
-        return self._name(self.find_ordinals(positions))
+        return self.row_set.name_ordinals(self.find_ordinals(positions))
 
     # -- progress --------------------------------------------------------------------------------
 
@@ -459,8 +430,8 @@ class Dataset:
     def read_ordinals(self, ordinals: npt.ArrayLike) -> list[Any]:
         """Read rows by their ordinal among the selected rows."""
         array = np.asarray(ordinals, dtype=np.int64)
-        rows = self._get_buffer().read_rows(self._locate(array))
-        return to_rows(rows, lambda i: self._name(array[i : i + 1])[0])
+        rows = self._get_buffer().read_rows(self.row_set.locate(array))
+        return to_rows(rows, lambda i: self.row_set.name_ordinals(array[i : i + 1])[0])
 
     @overload
     def __getitem__(self, index: int) -> Any: ...

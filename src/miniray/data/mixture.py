@@ -17,11 +17,13 @@ from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from miniray.checks import check_choice, suggest_options
 from miniray.data.dataset import Dataset, SplitName, resolve_rank
 from miniray.data.datasets import SourceDataset
-from miniray.data.locations import Int64s, cumulate
+from miniray.data.loader.columns import RowId
+from miniray.data.locations import Int64s, Locations, cumulate
 from miniray.data.plan.order import RANDOM_ACCESS_ROWS, WINDOW_BYTES, EpochOrder
 from miniray.data.plan.permutation import Permutation, derive_key
 from miniray.data.plan.shard import Even, resolve_seed
@@ -170,6 +172,39 @@ class MixedRows(RowSet):
 
     def create_order(self, epoch: int, memory_budget: int) -> MixtureOrder:
         return MixtureOrder(self, epoch, memory_budget // len(self._members))
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def _divide(
+        self, ordinals: Int64s
+    ) -> Iterator[tuple[int, SourceRows, npt.NDArray[Any], Int64s]]:
+        """Yield member, indices into ``ordinals`` and ordinals among the rows of the member."""
+        starts = cumulate([member.total_rows for member in self._members])
+        found = np.searchsorted(starts[:-1], ordinals, side="right") - 1
+        for number, member in enumerate(self._members):
+            chosen = np.flatnonzero(found == number)
+            if len(chosen):
+                yield number, member, chosen, ordinals[chosen] - starts[number]
+
+    def locate(self, ordinals: Int64s, source: int = 0) -> Locations:
+        array = np.empty((len(ordinals), 3), dtype=np.int64)
+        for number, member, chosen, inside in self._divide(ordinals):
+            array[chosen] = member.locate(inside, number).array
+        return Locations(array)
+
+    def number_ordinals(self, ordinals: Int64s) -> Int64s:
+        numbers = np.empty_like(ordinals)
+        starts = cumulate([member.source_rows for member in self._members])
+        for number, member, chosen, inside in self._divide(ordinals):
+            numbers[chosen] = starts[number] + member.number_ordinals(inside)
+        return numbers
+
+    def name_ordinals(self, ordinals: Int64s) -> list[RowId]:
+        ids: list[Any] = [None] * len(ordinals)
+        for _, member, chosen, inside in self._divide(ordinals):
+            for index, row_id in zip(chosen.tolist(), member.name_ordinals(inside), strict=True):
+                ids[index] = row_id
+        return ids
 
 
 def _derive_seeds(members: Sequence[SourceRows], seed: int | None) -> list[SourceRows]:

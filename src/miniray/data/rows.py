@@ -12,7 +12,7 @@ import numpy as np
 from miniray.checks import check_choice, check_int
 from miniray.data.groups import find_group_starts
 from miniray.data.loader.columns import RowId
-from miniray.data.locations import Int64s
+from miniray.data.locations import Int64s, Locations
 from miniray.data.plan.groups import GroupedOrder
 from miniray.data.plan.order import (
     SEQUENTIAL_BYTES,
@@ -85,6 +85,18 @@ class RowSet(ABC):
     @abstractmethod
     def create_order(self, epoch: int, memory_budget: int) -> EpochOrder:
         """Return the order of an epoch. The budget has an effect on the size of windows only."""
+
+    @abstractmethod
+    def locate(self, ordinals: Int64s, source: int = 0) -> Locations:
+        """Return the locations of rows. ``source`` is the number of the source in a mixture."""
+
+    @abstractmethod
+    def number_ordinals(self, ordinals: Int64s) -> Int64s:
+        """Return the numbers of rows among all rows of the sources."""
+
+    @abstractmethod
+    def name_ordinals(self, ordinals: Int64s) -> list[RowId]:
+        """Return the ids of rows. Nothing is read."""
 
     @abstractmethod
     def with_seed(self: Self, seed: int | None) -> Self:
@@ -253,17 +265,6 @@ class SourceRows(RowSet):
     def members(self) -> Sequence[SourceRows]:
         return (self,)
 
-    def name_ordinals(self, ordinals: Int64s) -> list[RowId]:
-        """Return the ids of rows. Nothing is read."""
-        blocks, files = self.source.list_blocks(), self.source.files
-        numbers = self.select().number_rows(ordinals)
-        which = np.searchsorted(blocks.edges, numbers, side="right") - 1
-        rows = blocks.first_row[which] + numbers - blocks.edges[which]
-        return [
-            (files[file], row)
-            for file, row in zip(blocks.file[which].tolist(), rows.tolist(), strict=True)
-        ]
-
     @property
     def source_rows(self) -> int:
         """Rows of the source, before the filter and ``max_samples``."""
@@ -318,6 +319,24 @@ class SourceRows(RowSet):
         if self._shuffle == "global":
             return GlobalOrder(selection.count, seed, epoch)
         return WindowOrder(blocks, selection, seed, epoch, window_bytes)
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def locate(self, ordinals: Int64s, source: int = 0) -> Locations:
+        return self.open()[1].locate(ordinals, source)
+
+    def number_ordinals(self, ordinals: Int64s) -> Int64s:
+        return self.select().number_rows(ordinals)
+
+    def name_ordinals(self, ordinals: Int64s) -> list[RowId]:
+        blocks, files = self.source.list_blocks(), self.source.files
+        numbers = self.number_ordinals(ordinals)
+        which = np.searchsorted(blocks.edges, numbers, side="right") - 1
+        rows = blocks.first_row[which] + numbers - blocks.edges[which]
+        return [
+            (files[file], row)
+            for file, row in zip(blocks.file[which].tolist(), rows.tolist(), strict=True)
+        ]
 
 
 def _resolve_shuffle(shuffle: Shuffle, source: Source) -> Literal["window", "global"] | None:
