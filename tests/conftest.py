@@ -3,11 +3,13 @@
 import os
 import shutil
 import tempfile
+from contextlib import contextmanager
 
 import pytest
 
 import miniray
 from miniray.core.machine import gpu_ids
+from tests.messages import format_message, read_messages, update_messages
 from tests.mother import Mother
 
 ENGINES = ("inline", "local", "ray")
@@ -79,6 +81,58 @@ def golden(request):
         assert text == expected, f"{path} differs: check the text, then run with --update-golden"
 
     return compare
+
+
+@pytest.fixture
+def check_message(request, tmp_path_factory):
+    """Compare an error, or a text, with the next entry of the test in ``golden/messages.txt``."""
+    path = request.path.parent / "golden" / "messages.txt"
+    test = f"{request.path.name}::{request.node.name}"
+    expected, messages = read_messages(path), {}
+    is_updating = request.config.getoption("update_golden")
+
+    def check(error):
+        name = f"{test} ({len(messages) + 1})" if messages else test
+        text = messages[name] = format_message(error, tmp_path_factory.getbasetemp())
+        if not is_updating:
+            wanted = expected.get(name, "")
+            assert text == wanted, f"[{name}] in {path} differs: check the text, then update it"
+
+    yield check
+    if is_updating:
+        update_messages(path, test, messages)
+
+
+@pytest.fixture
+def raises(check_message):
+    """Like ``pytest.raises``, and the message is the one in ``golden/messages.txt``.
+
+    Use it for errors that have no field for what they report.
+    """
+
+    @contextmanager
+    def check(kind):
+        with pytest.raises(kind) as caught:
+            yield caught
+        check_message(caught.value)
+
+    return check
+
+
+@pytest.fixture
+def warns(check_message):
+    """Like ``pytest.warns``, and the messages are those in ``golden/messages.txt``."""
+
+    @contextmanager
+    def check(kind):
+        with pytest.warns(kind) as caught:
+            yield caught
+        messages = {str(w.message): w.message for w in caught if w.category is kind}
+        assert messages
+        for message in messages.values():
+            check_message(message)
+
+    return check
 
 
 @pytest.fixture(scope="module", autouse=True)

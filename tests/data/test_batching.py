@@ -110,15 +110,16 @@ def test_one_ranks_state_is_not_enough():
 
 def test_a_state_of_other_batches_is_refused():
     state = by_tokens(texts([5] * 100), tokens=50).state_dict()
-    with pytest.raises(ValueError, match=r"\[50, 16\].*and this loader has \[60, 16\]"):
+    with pytest.raises(ValueError, match=r"\[50, 16\].*\[60, 16\]"):
         by_tokens(texts([5] * 100), tokens=60).load_state_dict(state)
-    with pytest.raises(ValueError, match="has None"):
+    with pytest.raises(ValueError, match="None"):
         DataLoader(texts([5] * 100), 3).load_state_dict(state)
 
 
 def test_a_row_longer_than_a_batch_is_named():
-    with pytest.raises(RowError, match=r"row 1 has 200 tokens, but a batch can have at most 100"):
+    with pytest.raises(RowError, match=r"\b200\b.*\b100\b") as caught:
         list(by_tokens(texts([5, 200, 5])))
+    assert caught.value.row == 1
 
 
 @pytest.mark.parametrize("length", ["n", lambda row: len(row["n"])], ids=["column", "function"])
@@ -203,17 +204,15 @@ def test_groups_over_any_history(history, batch):
     assert sorted(seen) == list(range(len(who)))
 
 
-def test_a_key_that_cannot_name_a_group_is_named():
-    with pytest.raises(DataError, match=r"list, row 1: g=\[2\] can't identify a group"):
+def test_a_key_that_cannot_name_a_group_is_named(raises):
+    with raises(DataError):
         len(IndexedDataset([{"g": "a"}, {"g": [2]}], group_by="g"))
 
 
-def test_rows_of_a_group_that_are_apart_are_named(tmp_path):
+def test_rows_of_a_group_that_are_apart_are_named(tmp_path, raises):
     pq.write_table(pa.table({"who": ["a", "a", "b", "a"]}), tmp_path / "x.parquet")
     dataset = ParquetDataset(tmp_path / "x.parquet", group_by="who")
-    with pytest.raises(
-        DataError, match=r"who='a'.*x\.parquet, row 0, another one at .*row 3.*Sort"
-    ):
+    with raises(DataError):
         len(dataset)
 
 
@@ -314,18 +313,18 @@ def test_ranks_agree_on_members_seeds(parquet_folder):
 
 
 @pytest.mark.parametrize(
-    ("datasets", "options", "complaint"),
+    ("datasets", "options"),
     [
-        ([], {}, "at least one"),
-        ([(numbers(0, 3), 0)], {}, "weight of source 0 must be above 0"),
-        ([(numbers(0, 3), "2")], {}, "weight of source 0 must be above 0"),
-        ([(numbers(0, 3, world_size=2), 1)], {}, "already sharded"),
-        ([(numbers(0, 3), 1)], {"until": "noon"}, "until must be"),
-        ([(numbers(0, 3), 1)], {"seed": None, "world_size": 2}, "requires the same seed"),
+        ([], {}),
+        ([(numbers(0, 3), 0)], {}),
+        ([(numbers(0, 3), "2")], {}),
+        ([(numbers(0, 3, world_size=2), 1)], {}),
+        ([(numbers(0, 3), 1)], {"until": "noon"}),
+        ([(numbers(0, 3), 1)], {"seed": None, "world_size": 2}),
     ],
 )
-def test_bad_mixtures_are_refused(datasets, options, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_bad_mixtures_are_refused(datasets, options, raises):
+    with raises(ValueError):
         Mixture(datasets, **{"seed": 1, **options})
 
 
@@ -341,8 +340,8 @@ def test_interleaved_split_needs_random_access_and_fixed_batches(parquet_folder)
     assert len({row for part in parts for row in part}) == len(mixed) == 100
 
 
-def test_a_mixture_with_nothing_of_a_source_is_refused():
-    with pytest.raises(TypeError, match=r"Source 0 of the mixture must be \(dataset, weight\)"):
+def test_a_mixture_with_nothing_of_a_source_is_refused(raises):
+    with raises(TypeError):
         Mixture([numbers(0, 3)], seed=1)
-    with pytest.raises(DataError, match="Source 1 of the mixture has no rows"):
+    with raises(DataError):
         len(Mixture([(numbers(0, 3), 1), (numbers(0, 0), 1)], seed=1))

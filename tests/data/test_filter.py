@@ -172,8 +172,10 @@ def test_a_row_that_fails_stops_the_other_threads(tmp_path):
         time.sleep(0.01)
         return True
 
-    with pytest.raises(RowError, match="row 0: the filter raised ValueError: bad row"):
+    with pytest.raises(RowError) as caught:
         len(filtered(tmp_path, function, filter_workers=2))
+    assert caught.value.row == 0
+    assert type(caught.value.__cause__) is ValueError
     assert len(calls) < 1000
 
 
@@ -238,7 +240,7 @@ def test_other_users_may_read_the_index(parquet_folder):
 
 def test_a_column_that_is_not_there_is_named(parquet_folder):
     dataset = ParquetDataset(parquet_folder, filter=multiple_of_three, filter_columns=["id", "no"])
-    with pytest.raises(DataError, match=r"part-0.parquet has no column 'no'"):
+    with pytest.raises(DataError, match=r"part-0\.parquet.*'no'"):
         len(dataset)
     assert calls == []
 
@@ -372,7 +374,7 @@ def test_the_same_filter_is_the_same_in_another_process():
 
 def test_a_filter_that_cannot_be_known_asks_for_a_name(parquet_folder):
     stream = (i for i in range(3))
-    with pytest.raises(DataError, match=r"uses a generator that can.t be pickled.*filter_id="):
+    with pytest.raises(DataError, match=r"generator.*filter_id="):
         len(ParquetDataset(parquet_folder, filter=lambda row: stream is not None))
     found = ParquetDataset(parquet_folder, filter=lambda row: stream is not None, filter_id="all")
     assert len(found) == 237
@@ -382,7 +384,7 @@ def test_a_row_that_makes_it_raise_is_named(parquet_folder):
     def function(row):
         return 1 / (row["id"] - 120) > 0
 
-    with pytest.raises(RowError, match=r"part-2\.parquet, row 20: the filter raised ZeroDiv") as e:
+    with pytest.raises(RowError, match=r"part-2\.parquet") as e:
         len(filtered(parquet_folder, function))
     assert e.value.row == 20
     assert isinstance(e.value.__cause__, ZeroDivisionError)
@@ -390,19 +392,19 @@ def test_a_row_that_makes_it_raise_is_named(parquet_folder):
     assert len(filtered(parquet_folder, lambda row: row["id"] != 120)) > 0
 
 
-def test_filter_that_drops_all_rows_raises(parquet_folder):
+def test_filter_that_drops_all_rows_raises(parquet_folder, raises):
     def keep_none(row):
         return False
 
     for options in ({"filter_id": None}, {"filter_id": "none"}, {"rank": 1, "world_size": 2}):
         dataset = filtered(parquet_folder, keep_none, shuffle=True, seed=1, **options)
-        with pytest.raises(DataError, match=r"Filter (keep_none|none|three) dropped all 237 rows"):
+        with raises(DataError):
             dataset.prepare()
 
 
-def test_a_folder_that_is_not_writable_falls_back_to_the_cache(parquet_folder, tmp_path):
+def test_a_folder_that_is_not_writable_falls_back_to_the_cache(parquet_folder, tmp_path, warns):
     (parquet_folder / ".miniray").write_text("a file in the way")
-    with pytest.warns(RuntimeWarning, match=r"cache.*is not writable"):
+    with warns(RuntimeWarning):
         assert ids(filtered(parquet_folder)) == list(range(0, 237, 3))
     assert len(os.listdir(tmp_path / "cache" / "filters")) == 2
     calls.clear()
@@ -459,7 +461,7 @@ def test_a_torn_index_is_not_believed(parquet_folder):
         assert len(calls) == 237
 
 
-def test_a_full_disk_is_a_clear_error_and_leaves_what_was_there(tmp_path):
+def test_a_full_disk_is_a_clear_error_and_leaves_what_was_there(tmp_path, raises):
     bits = np.packbits(np.ones(100_000, bool))
     path = tmp_path / "x.idx"
     index.write(path, {"one": ("identity", 8, bits[:1])})
@@ -467,9 +469,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_what_was_there(tmp_path):
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(
-            DataError, match=r"index could not be written.*Nothing torn is left"
-        ) as e:
+        with raises(DataError) as e:
             index.write(path, {"two": ("identity", 100_000, bits)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -498,10 +498,10 @@ def small_disk(tmp_path):
 def test_a_disk_that_is_full_while_the_filter_runs(small_disk):
     write_parquet(small_disk / "x.parquet", range(200))
     ballast = open(small_disk / "ballast", "wb", buffering=0)
-    with ballast, pytest.raises(OSError, match="No space"):
+    with ballast, pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         while True:
             ballast.write(b"x" * 512)
-    with pytest.raises(DataError, match="No space left on device"):
+    with pytest.raises(DataError, match=os.strerror(errno.ENOSPC)):
         len(filtered(small_disk / "x.parquet"))
     (small_disk / "ballast").unlink()
     calls.clear()

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -191,10 +192,11 @@ def decode(row):
 def test_a_bad_image_is_named(images, options):
     loader = DataLoader(ParquetDataset(images), 3, transform=decode, **options)
     seen = []
-    with pytest.raises(RowError, match=r"i\.parquet, row 7: the transform raised Unid") as caught:
+    with pytest.raises(RowError) as caught:
         for batch in loader:
             seen += batch["id"].tolist()
     assert (caught.value.file, caught.value.row) == (str(images), 7)
+    assert type(caught.value.__cause__).__name__ == "UnidentifiedImageError"
     assert seen == list(range(6))
     assert threads() == []
 
@@ -218,8 +220,8 @@ def test_bad_images_are_skipped_and_counted(images, workers):
     assert where == (str(images), 7)
     assert "UnidentifiedImageError" in why
     assert loader.skipped.by_file() == {str(images): 1}
-    assert "row 7 is skipped" in str(warned[0].message)
-    assert "the end of epoch 0: 1, " in str(warned[-1].message)
+    assert re.search(r"\b7\b", str(warned[0].message))
+    assert re.search(r"\b0: 1\b", str(warned[-1].message))  # epoch and count
 
 
 def test_a_batch_of_nothing_but_bad_rows_is_left_out_and_the_rank_is_alone(images):
@@ -231,7 +233,7 @@ def test_a_batch_of_nothing_but_bad_rows_is_left_out_and_the_rank_is_alone(image
         assert [next(iterator)["id"].tolist() for _ in range(2)] == [[6], [8]]
     state = loader.state_dict()
     assert state["taken"] == 3
-    with pytest.raises(DataError, match=r"valid for the other 1 ranks.*merge_states"):
+    with pytest.raises(DataError, match=r"\b1\b.*merge_states"):
         ParquetDataset(images).load_state_dict(state)
 
 
@@ -245,34 +247,36 @@ def test_errors_of_collate_and_of_reading_reach_the_loop():
                 raise OSError("disk gone")
             return i
 
-    with pytest.raises(RowError, match="Broken, row 3: OSError: disk gone"):
+    with pytest.raises(RowError) as caught:
         list(DataLoader(IndexedDataset(Broken()), 2))
+    assert caught.value.row == 3
+    assert type(caught.value.__cause__) is OSError
     with pytest.raises(ZeroDivisionError):
         list(DataLoader(IndexedDataset([1, 2]), 2, collate_fn=lambda rows: 1 / 0))
     assert threads() == []
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    "options",
     [
-        ({"batch_size": 0}, "batch_size must be an int >= 1"),
-        ({"prefetch": -1}, "prefetch must be"),
-        ({"transform": "double"}, "transform must be a function"),
-        ({"batch_by": "tokens", "length": "no"}, "has no column 'no'"),
-        ({"prefetch": 0, "decode_workers": 2}, "decode_workers need prefetch"),
-        ({"format": "pandas"}, "format must be"),
-        ({"on_error": "ignore"}, "on_error must be"),
-        ({"on_error": "skip"}, "so pass transform="),
-        ({"format": "arrow", "transform": double}, "support transform"),
-        ({"decode_processes": True}, "needs a transform"),
-        ({"batch_by": "bytes"}, "batch_by must be"),
-        ({"batch_by": "tokens"}, "needs length="),
-        ({"length": "id"}, "for batch_by='tokens'"),
-        ({"batch_by": "tokens", "length": "id", "drop_last": True}, "no meaning"),
+        {"batch_size": 0},
+        {"prefetch": -1},
+        {"transform": "double"},
+        {"batch_by": "tokens", "length": "no"},
+        {"prefetch": 0, "decode_workers": 2},
+        {"format": "pandas"},
+        {"on_error": "ignore"},
+        {"on_error": "skip"},
+        {"format": "arrow", "transform": double},
+        {"decode_processes": True},
+        {"batch_by": "bytes"},
+        {"batch_by": "tokens"},
+        {"length": "id"},
+        {"batch_by": "tokens", "length": "id", "drop_last": True},
     ],
 )
-def test_bad_options_are_refused(options, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_bad_options_are_refused(options, raises):
+    with raises(ValueError):
         DataLoader(ArrowDataset({"id": [1]}), **{"batch_size": 1, **options})
 
 
@@ -295,8 +299,9 @@ def test_transforms_in_processes():
     for pid in pids:
         assert not os.path.exists(f"/proc/{pid}")
     loader = DataLoader(data, 20, transform=fail_on_13, decode_workers=1, decode_processes=True)
-    with pytest.raises(RowError, match="row 13: the transform raised ValueError: unlucky"):
+    with pytest.raises(RowError, match="unlucky") as caught:
         list(loader)
+    assert caught.value.row == 13
     loader.close()
 
 
@@ -315,7 +320,7 @@ def test_lost_decode_process_is_replaced(tmp_path, workers):
     loader = DataLoader(
         data, 10, transform=kill_process_once, decode_workers=workers, decode_processes=True
     )
-    with pytest.warns(RuntimeWarning, match="from row 2"):
+    with pytest.warns(RuntimeWarning, match=r"\brow 2\d\b"):
         batches = list(loader)
     loader.close()
     assert not os.listdir(tmp_path)
@@ -414,17 +419,17 @@ def test_leaving_the_loop_ends_the_threads(parquet_folder):
     assert list(iterator) == []
 
 
-def test_a_loop_within_a_loop_is_not_taken_for_the_end_of_the_outer_one(parquet_folder):
+def test_a_loop_within_a_loop_is_not_taken_for_the_end_of_the_outer_one(parquet_folder, raises):
     loader = DataLoader(ParquetDataset(parquet_folder), 50)
     first = iter(loader)
     next(first)
     assert len(list(iter(loader))) == 5
-    with pytest.raises(RuntimeError, match=r"can't continue: a new loop over the loader"):
+    with raises(RuntimeError):
         next(first)
     second = iter(loader)
     next(second)
     loader.set_epoch(7)
-    with pytest.raises(RuntimeError, match=r"can't continue.*set_epoch"):
+    with pytest.raises(RuntimeError, match="set_epoch"):
         next(second)
     third = iter(loader)
     assert len(list(third)) == 5
@@ -509,7 +514,7 @@ def test_an_iterator_is_not_used_across_a_fork(parquet_folder):
                 next(iterator)
             except RuntimeError as error:
                 again = list(loader)
-                status = 0 if "created before a fork" in str(error) and len(again) == 48 else 2
+                status = 0 if "fork" in str(error) and len(again) == 48 else 2
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

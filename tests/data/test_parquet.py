@@ -229,7 +229,7 @@ def test_small_blocks_are_decoded_at_once(tmp_path, monkeypatch, limit, expected
 
 def test_window_that_does_not_fit_raises(tmp_path):
     path = write_parquet(tmp_path / "x.parquet", range(1000), rows=1000, payload=1000)
-    with pytest.raises(ValueError, match=r"Pass memory_budget=\d+ or more.*window_bytes="):
+    with pytest.raises(ValueError, match=r"memory_budget=\d+.*window_bytes="):
         ParquetDataset(path, shuffle=True, seed=1, memory_budget="1MB")
 
 
@@ -294,7 +294,7 @@ def test_rows_by_slices_and_by_numpys_integers(parquet_folder):
     assert dataset[3:6] == [{"id": 3}, {"id": 4}, {"id": 5}]
     assert dataset[-2:] == [dataset[np.int64(235)], dataset[-1]]
     assert dataset[500:] == []
-    with pytest.raises(TypeError, match="interpreted as an integer"):
+    with pytest.raises(TypeError, match="'float'"):
         dataset[1.5]
 
 
@@ -354,10 +354,10 @@ def test_a_dataset_works_on_in_a_forked_child(parquet_folder):
     assert dataset[236]["id"] == 236
 
 
-def test_files_that_change_between_pickling_and_use_are_noticed(parquet_folder):
+def test_files_that_change_between_pickling_and_use_are_noticed(parquet_folder, raises):
     data = pickle.dumps(ParquetDataset(parquet_folder))
     write_parquet(parquet_folder / "part-3.parquet", range(153, 236))
-    with pytest.raises(DataError, match="have changed since the dataset was created"):
+    with raises(DataError):
         len(pickle.loads(data))
 
 
@@ -398,18 +398,18 @@ def test_fsspec_addresses(parquet_folder):
 
 
 @pytest.mark.parametrize(
-    ("spec", "name", "complaint"),
+    ("spec", "name"),
     [
-        ("nowhere.parquet", "nowhere.parquet", "nowhere.parquet doesn't exist"),
-        ("no-*.parquet", None, "No file matches"),
-        ([], None, "files= is empty"),
-        (".", ".", r"contains no \*.parquet or \*.pq files"),
+        ("nowhere.parquet", "nowhere.parquet"),
+        ("no-*.parquet", None),
+        ([], None),
+        (".", "."),
     ],
 )
-def test_files_that_are_not_there(spec, name, complaint, tmp_path, monkeypatch):
+def test_files_that_are_not_there(spec, name, tmp_path, monkeypatch, raises):
     file = "" if name is None else str(tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=complaint) as caught:
+    with raises(DataError) as caught:
         ParquetDataset(spec)
     assert caught.value.file == file
 
@@ -420,20 +420,22 @@ def test_files_that_are_not_there(spec, name, complaint, tmp_path, monkeypatch):
 def test_a_truncated_file_is_named_when_the_dataset_is_made(parquet_folder):
     path = parquet_folder / "part-2.parquet"
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(DataError, match=r"part-2\.parquet can't be read.*truncated"):
+    with pytest.raises(DataError, match="truncated") as caught:
         ParquetDataset(parquet_folder)
+    assert caught.value.file == str(path)
 
 
-def test_a_file_of_no_bytes_is_named(parquet_folder):
+def test_a_file_of_no_bytes_is_named(parquet_folder, raises):
     (parquet_folder / "part-9.parquet").write_bytes(b"")
-    with pytest.raises(DataError, match=r"part-9\.parquet is empty \(0 bytes\)"):
+    with raises(DataError):
         ParquetDataset(parquet_folder)
 
 
 def test_something_else_is_named(parquet_folder):
     (parquet_folder / "part-9.parquet").write_text("id,data\n1,x\n" * 10)
-    with pytest.raises(DataError, match=r"part-9\.parquet can't be read as Parquet"):
+    with pytest.raises(DataError) as caught:
         ParquetDataset(parquet_folder)
+    assert caught.value.file == str(parquet_folder / "part-9.parquet")
 
 
 def test_damage_within_a_row_group_is_named_when_it_is_read(tmp_path):
@@ -445,19 +447,18 @@ def test_damage_within_a_row_group_is_named_when_it_is_read(tmp_path):
     path.write_bytes(data)
     dataset = ParquetDataset(path)
     assert dataset[999]["id"] == 999
-    with pytest.raises(DataError, match=r"x\.parquet, row group 1, row 1000 can't be read"):
+    with pytest.raises(DataError) as caught:
         dataset[1000]
+    assert (caught.value.file, caught.value.row) == (str(path), 1000)
 
 
-def test_mixed_schemas_are_named(parquet_folder):
+def test_mixed_schemas_are_named(parquet_folder, raises):
     write_parquet(parquet_folder / "part-9.parquet", range(5), extra=[1] * 5)
-    with pytest.raises(DataError, match=r"part-9\.parquet has a column 'extra', but .*part-0"):
+    with raises(DataError):
         ParquetDataset(parquet_folder)
     assert len(ParquetDataset(parquet_folder, columns=["id"])) == 242
     pq.write_table(pa.table({"id": ["a"], "data": [b""]}), parquet_folder / "part-9.parquet")
-    with pytest.raises(
-        DataError, match=r"'id' is int64 in .*part-0\.parquet and string in .*part-9"
-    ):
+    with raises(DataError):
         ParquetDataset(parquet_folder)
 
 
@@ -517,27 +518,27 @@ def test_columns_in_another_order_or_never_missing(tmp_path):
     assert [t["id"].to_pylist() for t in tables] == [[0, 1], [2, 0], [1, 2]]
 
 
-def test_two_columns_of_one_name_are_named(tmp_path):
+def test_two_columns_of_one_name_are_named(tmp_path, raises):
     table = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], ["x", "x", "y"])
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet has more than one column 'x'"):
+    with raises(DataError):
         ParquetDataset(tmp_path)
     assert list(ParquetDataset(tmp_path, columns=["y"])) == [{"y": 3}]
 
 
-def test_a_missing_column_is_named(parquet_folder):
-    with pytest.raises(DataError, match=r"part-0\.parquet has no column 'image'. It has id, data"):
+def test_a_missing_column_is_named(parquet_folder, raises):
+    with raises(DataError):
         ParquetDataset(parquet_folder, columns=["id", "image"])
-    with pytest.raises(DataError, match="no column 'who'"):
+    with raises(DataError):
         ParquetDataset(parquet_folder, group_by="who")
 
 
-def test_a_file_deleted_in_mid_epoch_is_named(parquet_folder):
+def test_a_file_deleted_in_mid_epoch_is_named(parquet_folder, raises):
     loader = DataLoader(ParquetDataset(parquet_folder, memory_budget="8KB"), 5, prefetch=1)
     iterator = iter(loader)
     seen = next(iterator)["id"].tolist()
     (parquet_folder / "part-3.parquet").unlink()
-    with pytest.raises(DataError, match=r"part-3\.parquet no longer exists"):
+    with raises(DataError):
         for batch in iterator:
             seen += batch["id"].tolist()
     assert seen == list(range(len(seen)))  # what came before it was delivered, in order
@@ -548,17 +549,18 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_crash(parquet_f
     dataset = ParquetDataset(parquet_folder)
     assert dataset[153]["id"] == 153
     os.truncate(parquet_folder / "part-3.parquet", 100)
-    with pytest.raises(DataError, match=r"part-3\.parquet, .* can't be read as Parquet"):
+    with pytest.raises(DataError) as caught:
         dataset[236]
+    assert caught.value.file == str(parquet_folder / "part-3.parquet")
 
 
-def test_a_file_replaced_before_it_is_opened_is_an_error(parquet_folder):
+def test_a_file_replaced_before_it_is_opened_is_an_error(parquet_folder, raises):
     """With the metadata of the old file, rows of the new one would be wrong."""
     dataset = ParquetDataset(parquet_folder)
     write_parquet(parquet_folder / "new", range(500, 600))
     os.replace(parquet_folder / "new", parquet_folder / "part-3.parquet")
     assert dataset[152]["id"] == 152
-    with pytest.raises(DataError, match=r"part-3\.parquet has changed its size or content"):
+    with raises(DataError):
         dataset[153]
 
 
@@ -588,11 +590,11 @@ def test_another_file_of_the_same_size_is_noticed(tmp_path, way, in_place):
     else:
         (tmp_path / "new").write_bytes(content)
         os.replace(tmp_path / "new", path)
-    with pytest.raises(DataError, match=r"x\.parquet has changed its size or content"):
+    with pytest.raises(DataError, match=r"x\.parquet"):
         dataset[0]
-    with pytest.raises(DataError, match="have changed since the dataset was created"):
+    with pytest.raises(DataError):
         len(pickle.loads(pickled))
-    with pytest.raises(DataError, match="the data fingerprint"):
+    with pytest.raises(DataError, match="fingerprint"):
         ParquetDataset(way(path)).load_state_dict(state)
 
 
@@ -602,7 +604,7 @@ def test_another_file_written_over_one_that_is_open_is_noticed(tmp_path):
     source = ParquetDataset(path).sources[0]
     assert source.read_block(0).column("id")[0].as_py() == 100
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"x\.parquet has changed its size or content"):
+    with pytest.raises(DataError, match=r"x\.parquet"):
         source.read_block(1)
 
 
@@ -669,11 +671,11 @@ def encrypted(path, **options):
 def test_encrypted_columns_are_refused_and_others_are_read(tmp_path):
     """Arrow ends the process when it is asked for more than the name of such a column."""
     path = encrypted(tmp_path / "x.parquet", plaintext_footer=True)
-    with pytest.raises(DataError, match=r"x\.parquet: column secret is encrypted.*columns=\["):
+    with pytest.raises(DataError, match=r"x\.parquet.*secret.*columns=\["):
         ParquetDataset(path)
     assert [row["id"] for row in ParquetDataset(path, columns=["id"])] == list(range(50))
     path = encrypted(tmp_path / "y.parquet", plaintext_footer=False)
-    with pytest.raises(DataError, match=r"y\.parquet can't be read as Parquet: .*encrypted"):
+    with pytest.raises(DataError, match=r"y\.parquet.*encrypted"):
         ParquetDataset(path, columns=["id"])
 
 
@@ -692,30 +694,30 @@ def test_tables_are_not_files():
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    "options",
     [
-        ({"rank": 3, "world_size": 3}, "rank must be in 0..2"),
-        ({"shuffle": "some"}, "'window', 'global', not 'some'"),
-        ({"memory_budget": "lots"}, "must be a number of bytes"),
-        ({"memory_budget": 0}, "must be a positive number"),
-        ({"even": "odd"}, "even must be"),
-        ({"max_samples": -7}, "max_samples must be"),
-        ({"max_samples": 7.0}, "max_samples must be an int"),
-        ({"rank": "0"}, "rank must be an int"),
-        ({"seed": "x"}, "seed must be an int"),
-        ({"filter": "id > 3"}, "filter must be a function"),
-        ({"filter_workers": 0}, "filter_workers must be"),
-        ({"filter_columns": "id"}, r"filter_columns must be a list of names: \['id'\]"),
-        ({"columns": "id"}, r"columns must be a list of names: \['id'\]"),
-        ({"columns": []}, "selects no column"),
-        ({"group_by": "id", "even": "pad"}, "group_by= keeps groups on one rank"),
-        ({"split": "interleaved"}, "shuffle='global'"),
-        ({"cache": 1, "cache_dir": "x"}, "not both"),
-        ({"window_bytes": "wide"}, "window_bytes must be a number of bytes"),
+        {"rank": 3, "world_size": 3},
+        {"shuffle": "some"},
+        {"memory_budget": "lots"},
+        {"memory_budget": 0},
+        {"even": "odd"},
+        {"max_samples": -7},
+        {"max_samples": 7.0},
+        {"rank": "0"},
+        {"seed": "x"},
+        {"filter": "id > 3"},
+        {"filter_workers": 0},
+        {"filter_columns": "id"},
+        {"columns": "id"},
+        {"columns": []},
+        {"group_by": "id", "even": "pad"},
+        {"split": "interleaved"},
+        {"cache": 1, "cache_dir": "x"},
+        {"window_bytes": "wide"},
     ],
 )
-def test_bad_options_are_refused(parquet_folder, options, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_bad_options_are_refused(parquet_folder, options, raises):
+    with raises(ValueError):
         ParquetDataset(parquet_folder, **options)
 
 

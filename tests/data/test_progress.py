@@ -311,80 +311,77 @@ def states_of(world, n=20):
     return [DataLoader(dataset(n, rank, world), 2).state_dict() for rank in range(world)]
 
 
-def test_a_missing_rank_is_named():
+def test_a_missing_rank_is_named(raises):
     states = states_of(4)
-    with pytest.raises(DataError, match=r"ranks \[1, 3\] are missing \(2 of 4 passed\)"):
+    with raises(DataError):
         merge_states([states[0], states[2]])
 
 
-def test_states_of_different_runs_are_not_merged():
-    with pytest.raises(DataError, match=r"fingerprint is .* on rank 0 and .* on rank 1") as caught:
+def test_states_of_different_runs_are_not_merged(raises):
+    with raises(DataError) as caught:
         merge_states([states_of(2)[0], states_of(2, n=21)[1]])
     assert caught.value.rank == 1
-    with pytest.raises(DataError, match="takes a list with the states of all ranks"):
+    with raises(DataError):
         merge_states(states_of(2)[0])
-    with pytest.raises(DataError, match="epoch is 1 on rank 0 and 0 on rank 1"):
+    with raises(DataError):
         merge_states([{**states_of(2)[0], "epoch": 1, "taken": 2}, states_of(2)[1]])
-    with pytest.raises(DataError, match="list is empty"):
+    with raises(DataError):
         merge_states([])
-    with pytest.raises(DataError, match="result of merge_states"):
+    with raises(DataError):
         merge_states([merge_states(states_of(2))])
-    with pytest.raises(DataError, match="Two states of rank 0 differ") as caught:
+    with raises(DataError) as caught:
         merge_states([states_of(1)[0], {**states_of(1)[0], "taken": 3}])
     assert caught.value.rank == 0
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    "options",
     [
-        ({"n": 21}, "the data fingerprint"),
-        ({"shuffle": True}, r"the order \(.*\) \['sequential'\], not \['global'\]"),
-        ({"even": "pad"}, "even= 'exact', not 'pad'"),
-        ({"split": "interleaved"}, "split= 'contiguous', not 'interleaved'"),
-        ({"seed": 6}, "seed= 5, not 6"),
-        ({"max_samples": 7}, r"the selected rows \(.*\) 'all'"),
-        ({"even": "pad", "seed": 6}, "seed= 5, not 6"),
-        ({"even": "pad", "seed": 6}, "even= 'exact', not 'pad'"),
+        {"n": 21},
+        {"shuffle": True},
+        {"even": "pad"},
+        {"split": "interleaved"},
+        {"seed": 6},
+        {"max_samples": 7},
+        {"even": "pad", "seed": 6},
     ],
 )
-def test_a_state_of_something_else_is_refused(options, complaint):
+def test_a_state_of_something_else_is_refused(options, raises):
     state = dataset(20).state_dict()
-    with pytest.raises(DataError, match=complaint):
+    with raises(DataError):
         dataset(**{"n": 20, **options}).load_state_dict(state)
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_state_of_an_earlier_version_raises_the_reason(version):
+def test_a_state_of_an_earlier_version_raises_the_reason(version, raises):
     state = {"version": version, "kind": "indexed", "n": 20, "taken": 4}
-    with pytest.raises(DataError) as caught:
+    with raises(DataError):
         dataset(20).load_state_dict(state)
-    assert str(caught.value) == (
-        f"The state was saved by miniray 0.1 (state version {version}), which used a different row"
-        " order. Finish the epoch with that version, or start the epoch without the state."
-    )
 
 
 @pytest.mark.parametrize(
-    ("state", "complaint"),
+    "state",
     [
-        (None, "not None"),
-        ([], r"not \[\]"),
-        ({}, "it has only no keys"),
-        ({"model": 1, "loader": {}}, "it has only model, loader"),
-        ({"version": 3, "n": 3}, "has no 'fingerprint'. It has only version, n"),
+        None,
+        [],
+        {},
+        {"model": 1, "loader": {}},
+        {"version": 3, "n": 3},
     ],
 )
-def test_what_is_no_state_is_refused(state, complaint):
-    with pytest.raises(DataError, match=complaint):
-        DataLoader(dataset(3), 2).load_state_dict(state)
-    with pytest.raises(DataError, match=complaint):
-        dataset(3).load_state_dict(state)
-    with pytest.raises(DataError, match=complaint):
-        merge_states([state])
+def test_what_is_no_state_is_refused(state, check_message):
+    loader = DataLoader(dataset(3), 2)
+    messages = set()
+    for load in (loader.load_state_dict, dataset(3).load_state_dict, lambda s: merge_states([s])):
+        with pytest.raises(DataError) as caught:
+            load(state)
+        messages.add(str(caught.value))
+    (message,) = messages
+    check_message(message)
 
 
 def test_a_state_of_another_version_is_refused():
-    with pytest.raises(DataError, match="version 9"):
+    with pytest.raises(DataError, match=r"\b9\b"):
         dataset(3).load_state_dict({**dataset(3).state_dict(), "version": 9})
 
 

@@ -213,9 +213,7 @@ class TestFields:
         config = {"max_prompt_length": AROUND + 10, "filter_overlong_prompts": False}
         dataset = RLHFDataset(twenty, tokenizer, config)
         assert dataset[9]["index"] == 9
-        with pytest.raises(
-            RowError, match=r"row 10: .*16 tokens, but max_prompt_length is 15"
-        ) as e:
+        with pytest.raises(RowError, match=r"\b16\b.*\b15\b") as e:
             dataset[10]
         assert (e.value.file, e.value.row) == (twenty, 10)
 
@@ -232,10 +230,10 @@ class TestCollate:
         assert [len(ids) for ids in batch["raw_prompt_ids"]] == [AROUND + 1, AROUND + 2]
         assert batch["index"].tolist() == [0, 1]
 
-    def test_rows_with_different_fields_are_refused(self) -> None:
-        with pytest.raises(DataError, match="1 of 2 rows have no field 'b'"):
+    def test_rows_with_different_fields_are_refused(self, raises: Any) -> None:
+        with raises(DataError):
             collate_fn([{"a": 1, "b": 2}, {"a": 1}])
-        with pytest.raises(DataError, match=r"only some rows have the fields \['b'\]"):
+        with raises(DataError):
             collate_fn([{"a": 1}, {"a": 1, "b": 2}])
 
 
@@ -362,23 +360,26 @@ class TestWhichRows:
         rows = [row(0), row(1)]
         rows[1]["prompt"] = [{"role": None, "content": None}]
         path = write(tmp_path / "a.parquet", rows)
-        with pytest.raises(RowError, match=r"a\.parquet, row 1"):
+        with pytest.raises(RowError) as caught:
             len(RLHFDataset(path, tokenizer, {"max_prompt_length": 9}))
+        assert (caught.value.file, caught.value.row) == (path, 1)
 
-    def test_as_many_placeholders_as_images(self, tmp_path: Path, tokenizer: Any) -> None:
+    def test_as_many_placeholders_as_images(
+        self, tmp_path: Path, tokenizer: Any, raises: Any
+    ) -> None:
         bad = row(0, picture=jpeg())
         bad["prompt"] = [{"role": "user", "content": "where"}]
         path = write(tmp_path / "a.parquet", [bad])
-        with pytest.raises(RowError, match="1 images for 0 <image>"):
+        with raises(RowError):
             RLHFDataset(path, tokenizer, {"filter_overlong_prompts": False})[0]
 
-    def test_no_tokenizer(self, twenty: str) -> None:
-        with pytest.raises(TypeError, match="tokenizer must be one with Hugging Face's call"):
+    def test_no_tokenizer(self, twenty: str, raises: Any) -> None:
+        with raises(TypeError):
             RLHFDataset(twenty, "gpt2")
 
     def test_missing_prompt_column(self, twenty: str, tokenizer: Any) -> None:
         config = {"prompt_key": "question", "filter_overlong_prompts": False}
-        with pytest.raises(DataError, match="no column 'question'"):
+        with pytest.raises(DataError, match="'question'"):
             RLHFDataset(twenty, tokenizer, config)
 
 
@@ -454,15 +455,15 @@ class TestConfig:
         assert type(config.apply_chat_template_kwargs["tools"]) is list
 
     @pytest.mark.parametrize(
-        ("config", "message"),
+        "config",
         [
-            ({"truncation": "top"}, "'left', 'right', 'middle', not 'top'"),
-            ({"max_prompt_length": 0}, "an int >= 1"),
-            ({"tool_config_path": "tools.yaml"}, "apply_chat_template_kwargs"),
+            {"truncation": "top"},
+            {"max_prompt_length": 0},
+            {"tool_config_path": "tools.yaml"},
         ],
     )
-    def test_mistakes(self, config: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
+    def test_mistakes(self, config: dict[str, Any], raises: Any) -> None:
+        with raises(ValueError):
             read_config(config)
 
     def test_misspelled_key(self) -> None:

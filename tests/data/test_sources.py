@@ -74,7 +74,7 @@ def test_lines_of_any_length_are_found(tmp_path_factory, sizes, ended, end):
 def test_a_line_that_is_not_json_is_named(lines):
     with open(lines / "1.jsonl", "a") as file:
         file.write("\n{broken\n")
-    with pytest.raises(RowError, match=r"1\.jsonl, row 1 \(line 2\) is not JSON") as caught:
+    with pytest.raises(RowError, match=r"1\.jsonl.*\b2\b") as caught:
         ids(JsonlDataset(lines))
     assert caught.value.row == 1
 
@@ -83,27 +83,28 @@ def test_empty_lines_are_no_rows(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b"\n1\n\r\n\n2\r\n\n{broken\n\n")
     dataset = JsonlDataset(tmp_path)
     assert [dataset[0], dataset[1], len(dataset)] == [1, 2, 3]
-    with pytest.raises(RowError, match=r"x\.jsonl, row 2 \(line 7\) is not JSON"):
+    with pytest.raises(RowError, match=r"x\.jsonl.*\b7\b") as caught:
         dataset[2]
+    assert caught.value.row == 2
     (tmp_path / "x.jsonl").write_bytes(b"\n\r")
     assert list(JsonlDataset(tmp_path)) == []
 
 
-def test_other_faults_of_lines(lines):
-    with pytest.raises(RowError, match=r"0\.jsonl, row 0 \(line 1\) has no column 'image'"):
+def test_other_faults_of_lines(lines, raises):
+    with raises(RowError):
         JsonlDataset(lines, columns=["image"])[0]
     dataset = JsonlDataset(lines)
     (lines / "2.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=r"2\.jsonl has changed its size or content"):
+    with raises(DataError):
         list(dataset)
     (lines / "2.jsonl").unlink()
-    with pytest.raises(DataError, match=r"2\.jsonl can't be read"):
+    with pytest.raises(DataError, match=r"2\.jsonl"):
         list(dataset)
     (lines / "3.jsonl").write_bytes(b"")
-    with pytest.raises(DataError, match=r"3\.jsonl is empty"):
+    with raises(DataError):
         JsonlDataset(lines)
     (lines / "3.jsonl").write_bytes(gzip.compress(b"{}\n"))
-    with pytest.raises(DataError, match=r"3\.jsonl is compressed"):
+    with raises(DataError):
         JsonlDataset(lines)
 
 
@@ -130,42 +131,42 @@ def test_arrow_files_and_tables(tmp_path, form, shuffle):
             assert [str(i).encode() for i in batch["id"].tolist()] == batch["data"]
 
 
-def test_tables_of_others():
+def test_tables_of_others(raises):
     columns = {"id": [4, 5, 6]}
     tables = [columns, pa.record_batch(columns), pa.table(columns).to_reader()]
     assert [ids(ArrowDataset(table)) for table in tables] == [[4, 5, 6]] * 3
-    with pytest.raises(DataError, match=r"\[\] of a dict takes names of columns.*ArrowDataset"):
+    with raises(DataError):
         IndexedDataset(columns)
-    with pytest.raises(DataError, match="format='arrow' requires rows that are dicts"):
+    with raises(DataError):
         list(DataLoader(IndexedDataset([1, 2]), 2, format="arrow"))
 
 
-def test_faults_of_arrow_files(tmp_path):
+def test_faults_of_arrow_files(tmp_path, raises):
     (tmp_path / "x.arrow").write_bytes(b"")
-    with pytest.raises(DataError, match=r"x\.arrow is empty"):
+    with raises(DataError):
         ArrowDataset(tmp_path)
     (tmp_path / "x.arrow").write_bytes(b"ARROW1\0\0 and nothing else")
-    with pytest.raises(DataError, match=r"x\.arrow can't be read as an Arrow file"):
+    with pytest.raises(DataError, match=r"x\.arrow"):
         ArrowDataset(tmp_path)
-    with pytest.raises(DataError, match="no column 'b'"):
+    with pytest.raises(DataError, match="'b'"):
         ArrowDataset(pa.table({"a": [1]}), columns=["b"])
 
 
 # -- anything ------------------------------------------------------------------------------------
 
 
-def test_anything_with_len_and_brackets():
+def test_anything_with_len_and_brackets(raises):
     whole = IndexedDataset(np.arange(10_000) ** 2, shuffle=True, seed=1, name="squares")
     parts = [whole.shard(rank, 3) for rank in range(3)]
     values = sorted(int(value) for part in parts for value in part)
     assert values == [i * i for i in range(10_000)]
     assert parts[0].row_ids[0][0] == "squares"
     assert whole.state_dict()["order"] == ["global"]
-    with pytest.raises(DataError, match=r"must support len\(\) and \[\], but int doesn't"):
+    with raises(DataError):
         IndexedDataset(5)
 
 
-def test_arrow_files_that_do_not_belong_together_are_named(tmp_path):
+def test_arrow_files_that_do_not_belong_together_are_named(tmp_path, raises):
     def write(name, **columns):
         table = pa.table(columns)
         with pa.ipc.new_file(tmp_path / name, table.schema) as file:
@@ -175,8 +176,8 @@ def test_arrow_files_that_do_not_belong_together_are_named(tmp_path):
     write("b.arrow", id=pa.nulls(1))
     assert [row["id"] for row in ArrowDataset(tmp_path)] == [1, 2, None]
     write("b.arrow", id=["x"])
-    with pytest.raises(DataError, match=r"'id' is int64 in .*a\.arrow and string in .*b\.arrow"):
+    with raises(DataError):
         ArrowDataset(tmp_path)
     write("b.arrow", id=[3], more=[0])
-    with pytest.raises(DataError, match=r"b\.arrow has a column 'more', but .*a\.arrow doesn't"):
+    with raises(DataError):
         ArrowDataset(tmp_path)

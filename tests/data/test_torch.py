@@ -172,10 +172,10 @@ def test_iterable_style_resumes(whole):
     assert sorted(first + [row["id"] for row in other]) == list(range(237))
 
 
-def test_the_rank_of_the_process_group_is_taken(whole, tmp_path):
-    with pytest.raises(ValueError, match="There is no process group"):
+def test_the_rank_of_the_process_group_is_taken(whole, tmp_path, raises):
+    with raises(ValueError):
         ShardSampler(TorchDataset(whole))
-    with pytest.raises(ValueError, match="both rank and world_size"):
+    with raises(ValueError):
         ShardSampler(TorchDataset(whole), rank=0)
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)

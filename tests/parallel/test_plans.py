@@ -86,9 +86,7 @@ def test_stages_are_balanced_by_time_and_kept_under_the_memory_limit():
     assert plan(None).sizes == [1, 3]  # 6 and 6 seconds
     # 4 × 4000 bytes a layer and 4 × 100 of activations: three layers are 49200 bytes, two 32800.
     assert plan(40_000).sizes == [2, 2]
-    with pytest.raises(
-        ValueError, match=r"memory_limit=20.0 KB. Set memory_limit to at least 32.8 KB"
-    ):
+    with pytest.raises(ValueError, match=r"20\.0 KB.*32\.8 KB"):
         plan(20_000)
     table = plan(None).table()
     assert "layers 1-3" in table
@@ -215,18 +213,18 @@ def test_what_shares_a_weight_or_reads_it_by_itself_is_not_cut():
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    "plan",
     [
-        ({"blocks.*.mlp": "colwise"}, r"names no module of Transformer; there are 'blocks"),
-        ({"mlp": "colwise"}, r"Transformer; there are 'embed', 'blocks', 'blocks.0'"),
-        ({"blocks.*.fc1": "sideways"}, r"one of 'colwise', 'rowwise', .* not 'sideways'"),
-        ({"blocks.*": "colwise"}, r"only Linear and Embedding can be sharded, not Block"),
-        ({"head": "colwise"}, r"head has out_features=4, .* by tensor_parallel=3; 2, 4 would fit"),
+        {"blocks.*.mlp": "colwise"},
+        {"mlp": "colwise"},
+        {"blocks.*.fc1": "sideways"},
+        {"blocks.*": "colwise"},
+        {"head": "colwise"},
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused(plan, message):
+def test_a_plan_that_does_not_fit_is_refused(plan, raises):
     shards = 3 if "head" in plan else 2
-    with pytest.raises(ValueError, match=message):
+    with raises(ValueError):
         tensor.make_plan(Transformer(), plan, shards)
 
 
@@ -253,44 +251,36 @@ class TwoOutputs(nn.Module):
         return x, x
 
 
-def test_what_cannot_be_trained_is_refused_with_what_would_fit():
+def test_what_cannot_be_trained_is_refused_with_what_would_fit(raises):
     assert sum(planned(make_layers).stages.sizes) == 8
-    with pytest.raises(
-        ValueError, match=r"8 samples can't be divided into microbatches=3. Use 1, 2, 4, 8, "
-    ):
+    with raises(ValueError):
         planned(make_layers, microbatches=3)
-    with pytest.raises(
-        ValueError, match=r"9 stages .* for 8 layers: .* at most 8 workers would fit"
-    ):
+    with raises(ValueError):
         planned(make_layers, layout=Layout(pipeline=9))
-    with pytest.raises(
-        RuntimeError, match=r"layer 1 \(Linear\) fails on an input of shape \(2, 4, 5\): mat1"
-    ):
+    with pytest.raises(RuntimeError, match=r"layer 1 \(Linear\).*\(2, 4, 5\)"):
         planned([lambda: nn.Embedding(12, 5), lambda: nn.Linear(4, 4)])
-    with pytest.raises(ValueError, match=r"\[8\] must have 2 numbers >= 1 that add up to 8 layers"):
+    with raises(ValueError):
         planned(make_layers, layers_per_stage=[8])
-    with pytest.raises(
-        TypeError, match=r"layer 1 \(TwoOutputs\) must return one tensor, .* a tuple"
-    ):
+    with raises(TypeError):
         planned([nn.Embedding(12, 16), TwoOutputs(), nn.Flatten(), nn.Linear(64, 4)])
-    with pytest.raises(TypeError, match="that torch has traced into stages can't be sharded"):
+    with raises(TypeError):
         planned(Transformer, layout=Layout(pipeline=2, tensor=2))
-    with pytest.raises(TypeError, match="no list of layers that can be split"):
+    with raises(TypeError):
         planned(nn.Bilinear(2, 2, 2))
-    with pytest.raises(TypeError, match=r"(?s)must return a scalar.* shape"):
+    with raises(TypeError):
         planned(make_layers, loss=lambda o, t: o)
-    with pytest.raises(TypeError, match=r"a batch must be \(input, ..., target\)"):
+    with raises(TypeError):
         planned(make_layers, data={0: torch.ones(4)}.values())
-    with pytest.raises(TypeError, match=r"data= is a list_iterator, which has batches for one"):
+    with raises(TypeError):
         planned(make_layers, data=[torch.ones(4)].__iter__())
-    with pytest.raises(TypeError, match=r"\(rows need a DataLoader around them\)"):
+    with raises(TypeError):
         planned(make_layers, data=[torch.ones(4)])
-    with pytest.raises(ValueError, match=r"data is a TensorDataset, so batch_size= is required"):
+    with raises(ValueError):
         planned(make_layers, data=make_data().dataset)
-    with pytest.raises(TypeError, match=r"a scalar tensor that depends on the model"):
+    with raises(TypeError):
         planned(make_model, layout=Layout(tensor=2), loss=lambda o, t: loss(o, t).detach())
     model = nn.Sequential(nn.Embedding(12, 16), TwoOutputs())
-    with pytest.raises(TypeError, match=r"must return one tensor"):
+    with raises(TypeError):
         planned(model, layout=Layout(tensor=2))
 
 
@@ -307,38 +297,32 @@ class TiedTransformer(Transformer):
         self.head.weight = self.embed.weight
 
 
-def test_a_weight_that_two_stages_would_have_is_refused():
-    with pytest.raises(ValueError, match=r"1.1.weight and 4.1.weight are one weight, in stages 0 "):
+def test_a_weight_that_two_stages_would_have_is_refused(raises):
+    with raises(ValueError):
         planned(tied, layers_per_stage=[2, 6])
     assert planned(tied, layers_per_stage=[1, 7]).stages.sizes == [1, 7]
-    with pytest.raises(ValueError, match=r"embed.weight and head.weight are one weight"):
+    with raises(ValueError):
         planned(TiedTransformer)
 
 
-def test_a_weight_that_two_modules_have_is_cut_by_no_plan():
+def test_a_weight_that_two_modules_have_is_cut_by_no_plan(raises):
     assert not {"embed", "head"} & set(tensor.make_plan(TiedTransformer(), None, 2).styles)
-    with pytest.raises(ValueError, match=r"plan\['head'\]: head shares its weight with another"):
+    with raises(ValueError):
         tensor.make_plan(TiedTransformer(), {"head": "colwise_gather"}, 2)
 
 
 @pytest.mark.parametrize(
-    ("choices", "message"),
+    "choices",
     [
-        ({"data": {0: 1}.keys}, "data= has a dict_keys, which can't be sharded on 2 copies"),
-        (
-            {"data": DataLoader(range(8), batch_sampler=[[0], [1]])},
-            r"data= has a custom batch sampler \(list\), which can't be sharded on 2 copies",
-        ),
-        ({"val_data": 3}, "val_data= must be a torch DataLoader"),
-        (
-            {"val_data": DataLoader(range(8), batch_sampler=[[0], [1]])},
-            r"val_data= has a custom batch sampler",
-        ),
+        {"data": {0: 1}.keys},
+        {"data": DataLoader(range(8), batch_sampler=[[0], [1]])},
+        {"val_data": 3},
+        {"val_data": DataLoader(range(8), batch_sampler=[[0], [1]])},
     ],
 )
-def test_data_that_cannot_be_dealt_out_is_refused_before_training(choices, message):
+def test_data_that_cannot_be_dealt_out_is_refused_before_training(choices, raises):
     parts = {"model": make_layers, "loss": loss, "optimizer": adam, "data": make_data(), **choices}
-    with pytest.raises(TypeError, match=message):
+    with raises(TypeError):
         Samples(Job(**parts, layout=Layout(data=2)), Place(0, 0, 0)).open()
 
 
@@ -346,75 +330,71 @@ PARTS = {"model": make_model, "loss": loss, "optimizer": adam, "data": list}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"schedule": "2f2b"}, "schedule must be one of 'gpipe', '1f1b', 'interleaved', 'zero_b"),
-        ({"microbatches": 0}, "microbatches must be an int >= 1"),
-        ({"num_workers": 4, "microbatches": 2}, "as many microbatches as stages: 4, not 2"),
-        (
-            {"num_workers": 4, "schedule": "interleaved", "microbatches": 9},
-            "multiple of the 4 workers: 8 or 12, not 9",
-        ),
-        ({"schedule": "gpipe", "stages_per_worker": 2}, "has 1 stages per worker, not 2"),
-        ({"parallel": {"data": 2, "pipeline": 2}}, "takes 4 workers .* pass num_workers=4"),
-        ({"parallel": {"depth": 2}}, "knows 'data', 'pipeline', 'tensor', not 'depth'"),
-        ({"plan": {"0": "colwise"}}, r'pass parallel=\{"tensor": N'),
-        ({"parallel": [2]}, r'parallel= must be a dict like \{"data": 2\}'),
-        ({"stages_per_worker": "2"}, "stages_per_worker must be an int >= 1"),
-        ({"eval_interval": 1}, "eval_interval= requires val_data="),
+        {"schedule": "2f2b"},
+        {"microbatches": 0},
+        {"num_workers": 4, "microbatches": 2},
+        {"num_workers": 4, "schedule": "interleaved", "microbatches": 9},
+        {"schedule": "gpipe", "stages_per_worker": 2},
+        {"parallel": {"data": 2, "pipeline": 2}},
+        {"parallel": {"depth": 2}},
+        {"plan": {"0": "colwise"}},
+        {"parallel": [2]},
+        {"stages_per_worker": "2"},
+        {"eval_interval": 1},
     ],
 )
-def test_arguments_of_a_pipeline_that_make_no_sense(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_arguments_of_a_pipeline_that_make_no_sense(options, raises):
+    with raises(ValueError):
         PipelineParallelTrainer(**{**PARTS, **options})
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        (
-            {"num_workers": 4, "tensor_parallel": 3},
-            "isn't divisible by tensor_parallel=3. Use 1, 2, 4",
-        ),
-        ({"split": "layers", "tensor_parallel": 2}, "shards no layers"),
-        ({"split": "rows"}, 'split must be "tensor" or "layers"'),
-        ({"loss": nn.Bilinear(4, 4, 1)}, "loss= has trainable parameters, but only model"),
-        ({"tensor_parallel": 2, "parallel": {"tensor": 2}}, "pass either"),
+        {"num_workers": 4, "tensor_parallel": 3},
+        {"split": "layers", "tensor_parallel": 2},
+        {"split": "rows"},
+        {"loss": nn.Bilinear(4, 4, 1)},
+        {"tensor_parallel": 2, "parallel": {"tensor": 2}},
     ],
 )
-def test_arguments_of_a_split_model_that_make_no_sense(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_arguments_of_a_split_model_that_make_no_sense(options, raises):
+    with raises(ValueError):
         ModelParallelTrainer(**{**PARTS, **options})
-    with pytest.raises(TypeError, match=r"no option 'uneven'.*DDPTrainer"):
+    with pytest.raises(TypeError, match=r"'uneven'.*DDPTrainer"):
         ModelParallelTrainer(**PARTS, uneven="pad")
 
 
+class Plain(torch.optim.SGD):
+    def __repr__(self):
+        return "Plain()"  # The options that torch shows depend on its version.
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"scheduler": 3}, "scheduler= must be a function, not 3"),
-        ({"loss": nn.MSELoss}, r"function of output and target, not a class: MSELoss\(\)"),
-        (
-            {"optimizer": torch.optim.SGD([torch.ones(1)], lr=1)},
-            r"like partial\(Adam, lr=0.001\), not SGD \( Parameter Group 0",
-        ),
-        ({"layers_per_stage": 4}, "layers_per_stage= must be a list of numbers"),
-        ({"memory_limit": "1GB"}, "memory_limit= must be a number of bytes"),
-        ({"metrics": [loss]}, r'metrics= must be a dict like \{"accuracy": f\}'),
-        ({"plan": ["fc1"]}, r'plan= must be a dict like \{"fc1": "colwise"\}'),
-        ({"schedule": "1f1b"}, "no option 'schedule'.*PipelineParallelTrainer"),
+        {"scheduler": 3},
+        {"loss": nn.MSELoss},
+        {"optimizer": Plain([torch.ones(1)], lr=1)},
+        {"layers_per_stage": 4},
+        {"memory_limit": "1GB"},
+        {"metrics": [loss]},
+        {"plan": ["fc1"]},
+        {"schedule": "1f1b"},
     ],
 )
-def test_parts_of_the_wrong_kind_are_refused_at_once(options, message):
-    with pytest.raises(TypeError, match=message):
+def test_parts_of_the_wrong_kind_are_refused_at_once(options, raises):
+    with raises(TypeError):
         ModelParallelTrainer(**{**PARTS, **options})
 
 
-def test_a_part_that_is_missing_or_misspelled():
+def test_a_part_that_is_missing_or_misspelled(raises):
     without = {name: part for name, part in PARTS.items() if name != "data"}
-    with pytest.raises(TypeError, match=r"PipelineParallelTrainer\(\) needs data="):
+    with raises(TypeError):
         PipelineParallelTrainer(**without)
-    with pytest.raises(TypeError, match=r"no option 'train_data'.*data="):
+    with pytest.raises(TypeError, match=r"'train_data'.*data="):
         PipelineParallelTrainer(**without, train_data=PARTS["data"])
-    with pytest.raises(TypeError, match=r"no option 'micro_batches'.*'microbatches'"):
+    with pytest.raises(TypeError, match=r"'micro_batches'.*'microbatches'"):
         PipelineParallelTrainer(**PARTS, micro_batches=4)

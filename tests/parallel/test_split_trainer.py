@@ -84,7 +84,7 @@ def test_a_run_goes_on_with_the_same_bits_and_on_another_layout(engine, tmp_path
         assert state["1.1.weight"]["step"].item() == 10
 
 
-def test_evaluation_hooks_and_what_a_run_leaves_behind(engine):
+def test_evaluation_hooks_and_what_a_run_leaves_behind(engine, check_message):
     engine()
     seen = []
 
@@ -113,7 +113,8 @@ def test_evaluation_hooks_and_what_a_run_leaves_behind(engine):
     x, y = make_data(13).dataset.tensors
     with torch.no_grad():
         assert result["val_accuracy"] == pytest.approx(accuracy(plain(x), y).item())
-    assert "pipeline of 4 stages on 2 workers, zero_bubble" in (run / "plan.txt").read_text()
+    (line,) = [line for line in (run / "plan.txt").read_text().splitlines() if "bubble" in line]
+    check_message(line)
     assert json.loads((run / "run.json").read_text())["config"]["parallel"]["pipeline"] == 2
     picture = result.plot_pipeline()
     assert picture.read_bytes()[:4] == b"\x89PNG"
@@ -142,11 +143,9 @@ def faulty(how, calls):
 def test_a_stage_that_dies_is_named_and_after_a_restart_nothing_is_lost(engine):
     engine()
     options = {"model": faulty("die", 30), "layers_per_stage": [4, 5]}
-    with pytest.raises(
-        ActorDiedError, match=r"stage 1 \(layers 4-8\): rank 1 in epoch 2 of"
-    ) as error:
+    with pytest.raises(ActorDiedError, match=r"stage 1 \(layers 4-8\)") as error:
         pipeline(**options).train(2)
-    assert error.value.rank == 1
+    assert (error.value.rank, error.value.epoch) == (1, 1)
     assert "Connection" not in str(error.value)
     with pipeline(**options) as trainer:  # the marker is there now: it trains as if nothing was
         trainer.train(2)
@@ -178,7 +177,7 @@ class Mortal(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "tensor"])
-def test_a_part_of_the_model_that_is_lost_outside_of_an_epoch_costs_no_bit(engine, kind, capfd):
+def test_a_part_of_the_model_that_is_lost_outside_of_an_epoch_costs_no_bit(engine, kind, caplog):
     """Dropout on. Of shards all have the layer, and wait for each other for the weights."""
     engine()
 
@@ -205,19 +204,21 @@ def test_a_part_of_the_model_that_is_lost_outside_of_an_epoch_costs_no_bit(engin
         Path("killed").unlink(missing_ok=True)
         told_then, weights_then, events = train(where, when, max_failures=1)
         assert [e["event"] for e in events] == ["worker_failed", "ranks_restarted"]
-        assert "killed by SIGKILL" in events[0]["reason"]
+        assert "SIGKILL" in events[0]["reason"]
         assert told_then == told
         assert same(weights_then, weights)
     Path("killed").unlink()
-    with pytest.raises(ActorDiedError, match=r"(stage|shard) \d .*: rank \d: .* killed by SIGKILL"):
+    with pytest.raises(ActorDiedError, match=r"(stage|shard) \d") as error:
         train("weights", 1)
-    assert "nobody asked" not in capfd.readouterr().err
+    assert error.value.signal == "SIGKILL"
+    assert [record for record in caplog.records if record.name == "miniray"] == []
 
 
 def test_an_error_in_a_layer_is_the_error_of_the_run_and_says_where(engine):
     engine()
-    with pytest.raises(KeyError, match=r"(?s)rank 1 in epoch 1.*a bad layer") as error:
+    with pytest.raises(KeyError, match="a bad layer") as error:
         pipeline(model=faulty("raise", 10), layers_per_stage=[4, 5]).train(1)
+    assert (error.value.rank, error.value.epoch) == (1, 0)
     assert "stage 1 fwd mb" in str(error.value) or not hasattr(error.value, "add_note")
     assert "Connection" not in str(error.value)
 
@@ -232,20 +233,20 @@ def test_a_stage_that_hangs_is_named_with_its_microbatch(engine, scale):
     assert error.value.rank == 1
 
 
-def test_a_loss_that_is_no_number_ends_the_run(engine):
+def test_a_loss_that_is_no_number_ends_the_run(engine, raises):
     engine()
 
     def broken(output, target):
         return loss(output, target) + (float("nan") if len(target) == 1 else 0.0)
 
-    with pytest.raises(FloatingPointError, match="the loss is nan on rank 1 at step 5 of epoch 1"):
+    with raises(FloatingPointError):
         pipeline(loss=broken, data=make_data(41)).train(1)
 
 
 def test_a_plan_that_makes_another_model_is_refused_before_training(engine):
     engine()
     model = lambda: nn.Sequential(nn.Embedding(12, 16), nn.Flatten(), nn.Linear(64, 4))  # noqa: E731
-    with pytest.raises(ValueError, match=r"(?s)this plan doesn't fit the model.*shape"):
+    with pytest.raises(ValueError, match=r"(?s)\bplan\b.*shape"):
         ModelParallelTrainer(
             2, model=model, data=make_data(), plan={"2": "colwise"}, **PARTS
         ).train(1)

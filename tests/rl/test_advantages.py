@@ -44,7 +44,7 @@ def test_gae_has_no_gradient_and_takes_responses_of_no_tokens():
 
 
 def test_shapes_that_would_broadcast_are_refused():
-    with pytest.raises(ValueError, match=r"same shape.*'values': \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"'values': \(2, 1\)"):
         advantages.gae(torch.ones(2, 3), torch.ones(2, 1), torch.ones(2, 3))
 
 
@@ -131,7 +131,7 @@ def test_group_advantages_sum_to_zero_and_do_not_depend_on_order(pairs, shuffler
 
 
 def test_group_ids_must_fit():
-    with pytest.raises(ValueError, match=r"\(2,\) and \(3,\)"):
+    with pytest.raises(ValueError, match=r"\(2,\).*\(3,\)"):
         advantages.grpo(torch.ones(2), [0, 0, 1])
 
 

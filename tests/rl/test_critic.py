@@ -95,7 +95,7 @@ def test_an_optimizer_of_ones_own_must_have_the_groups_it_had(saved, resumed):
     with arms(saved, optimizer=sgd, run_dir="run") as trainer:
         trainer.train(steps=1)
         trainer.save_checkpoint()
-    refused = pytest.raises(ValueError, match="parameter groups")
+    refused = pytest.raises(ValueError, match="parameter groups")  # torch's words
     with arms(resumed, optimizer=sgd, run_dir="run") as trainer, refused:
         trainer.train(steps=2, resume=True)
 
@@ -114,19 +114,17 @@ def test_a_rate_for_nothing_is_refused():
             super().__init__()
             self.worth.requires_grad_(False)
 
-    lacking = pytest.raises(ActorDiedError, match=r"critic_parameters\(\).*Bandit doesn't have")
+    lacking = pytest.raises(ActorDiedError, match=r"critic_parameters\(\).*Bandit")
     with arms(0.5, policy=Bandit) as trainer, lacking:
         trainer.train(steps=1)
-    nothing = pytest.raises(
-        ActorDiedError, match=r"critic_lr=0\.5.*Frozen.*no trainable parameters"
-    )
+    nothing = pytest.raises(ActorDiedError, match=r"critic_lr=0\.5.*Frozen")
     with arms(0.5, policy=Frozen) as trainer, nothing:
         trainer.train(steps=1)
 
 
 @pytest.mark.parametrize("rate", [-1, math.nan, "fast"])
 def test_a_rate_that_is_none_is_refused(rate):
-    with pytest.raises(ValueError, match="critic_lr must be a number >= 0"):
+    with pytest.raises(ValueError, match="critic_lr"):
         PPOConfig(critic_lr=rate)
 
 

@@ -66,8 +66,9 @@ def test_a_step_without_tokens_is_named_or_skipped(how):
         settings = {"sampling": Sampling(max_new_tokens=6, max_prompt_tokens=2)}
     else:
         settings = {"policy": Silent, "reward": pull, "data": BANDITS[1:] * 4}
-    with pytest.raises(NoTokensError, match="Step 0 has no tokens to train on"):
+    with pytest.raises(NoTokensError) as caught:
         make(**settings).train(steps=1)
+    assert caught.value.step == 0
     with make(**settings, on_error="skip") as trainer:
         result = trainer.train(steps=2)
     assert result["skipped_updates"] == 1
@@ -113,7 +114,7 @@ def test_nan_log_probs_are_named_or_skipped(several):
         prompts_per_step=2, rollouts=4, epochs=1 + several, kl=KLPenalty(0.1 * several)
     )
     settings = {"policy": Broken, "reward": pull, "data": BANDITS, "config": config}
-    pattern = r"Worker 0, step 0.*\n.*image=<1 bytes>, best='?2"
+    pattern = r"image=<1 bytes>, best='?2"
     with pytest.raises(NonFiniteError, match=pattern) as caught:
         make(**settings).train(steps=1)
     assert (caught.value.workers, caught.value.worker, caught.value.step) == ((0,), 0, 0)
@@ -133,11 +134,10 @@ class Exploding(Bandit):
         return made + 0 * (self.table.sum() * 0).sqrt()
 
 
-def test_a_gradient_that_is_not_finite_changes_no_weight():
+def test_a_gradient_that_is_not_finite_changes_no_weight(raises):
     settings = {"policy": Exploding, "reward": pull, "data": BANDITS}
     config = GRPOConfig(prompts_per_step=2, rollouts=8)
-    pattern = "step 0, epoch 0, mini-batch 0: the gradient isn't"
-    with pytest.raises(NonFiniteError, match=pattern) as caught:
+    with raises(NonFiniteError) as caught:
         make(**settings, config=config).train(steps=1)
     assert (caught.value.workers, caught.value.step) == ((), 0)
     with make(**settings, config=config, on_error="skip") as trainer:
@@ -164,7 +164,7 @@ def test_a_reward_function_that_raises_or_hangs():
     def raises(row, text):
         raise LookupError(row["prompt"])
 
-    with pytest.raises(RewardError, match=r"sequence 0: .*LookupError") as caught:
+    with pytest.raises(RewardError, match=r"sequence 0\b.*LookupError") as caught:
         make(reward=raises).train(steps=1)
     error = caught.value
     assert (error.worker, error.step, error.epoch) == (0, 0, None)
@@ -173,9 +173,7 @@ def test_a_reward_function_that_raises_or_hangs():
         while True:
             pass
 
-    with pytest.raises(
-        RewardTimeoutError, match=r"return within 0.2 s; it is at .*test_degenerate"
-    ):
+    with pytest.raises(RewardTimeoutError, match=r"0\.2 s.*test_degenerate"):
         make(reward=hangs, reward_timeout=0.2).train(steps=1)
     with make(reward=raises, on_error="skip") as trainer:
         result = trainer.train(steps=1)

@@ -100,8 +100,8 @@ class Forgetful(TinyLM):
         return super().forward(input_ids, attention_mask, position_ids)
 
 
-def test_a_model_without_a_cache_is_refused():
-    with pytest.raises(TypeError, match="Forgetful returned no past_key_values"):
+def test_a_model_without_a_cache_is_refused(raises):
+    with raises(TypeError):
         generate(Forgetful(), PROMPTS, SEEDS, LONG)
 
 
@@ -110,12 +110,12 @@ def test_without_an_end_every_response_has_full_length():
     assert [len(r) for r in made] == [3] * 5
 
 
-def test_what_cannot_be_generated_is_refused():
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
+def test_what_cannot_be_generated_is_refused(raises):
+    with raises(ValueError):
         generate(make_model(), [PROMPTS[0], torch.tensor([])], [1, 2], LONG)
-    with pytest.raises(ValueError, match=r"prompt 0 has 30 tokens.*context of 32"):
+    with raises(ValueError):
         generate(make_model(), [torch.ones(30, dtype=torch.long)], [1], LONG)
-    with pytest.raises(ValueError, match=r"per prompt \(5\), not 1"):
+    with raises(ValueError):
         generate(make_model(), PROMPTS, [1], LONG)
 
 
@@ -212,7 +212,7 @@ def test_models_of_hugging_face(family):
         assert policy.values(batch).shape == batch.mask.shape
 
 
-def test_prompts_as_text_ids_messages_and_by_function():
+def test_prompts_as_text_ids_messages_and_by_function(raises):
     class Chat:
         eos_token_id = 2
 
@@ -228,11 +228,11 @@ def test_prompts_as_text_ids_messages_and_by_function():
     padded = {"input_ids": torch.tensor([0, 5, 6]), "attention_mask": torch.tensor([0, 1, 1])}
     assert CausalLM(model).encode(padded) == [5, 6]  # RLHFDataset's, and with tokenize=False:
     assert CausalLM(model, Chat()).encode({"raw_prompt": [{"content": "abc"}]}) == [3]
-    with pytest.raises(KeyError, match="no field 'prompt', only q"):
+    with raises(KeyError):
         CausalLM(model).encode({"q": [7]})
-    with pytest.raises(TypeError, match="without a tokenizer"):
+    with raises(TypeError):
         CausalLM(model).encode({"prompt": "text"})
-    with pytest.raises(ValueError, match="aren't in the alphabet"):
+    with raises(ValueError):
         CausalLM(model, TOKENIZER).encode({"prompt": "x"})
     assert CausalLM(model, TOKENIZER).decode(torch.tensor([4, 13, 2])) == "1+"
 

@@ -32,21 +32,17 @@ def fails_at_c(row, text):
 
 
 @pytest.mark.parametrize("timeout", [30.0, None])
-def test_an_exception_is_named_with_the_row_and_the_line(timeout):
+def test_an_exception_is_named_with_the_row_and_the_line(timeout, check_message):
     with pytest.raises(RewardError) as caught:
         score(fails_at_c, timeout=timeout)
-    text = str(caught.value)
-    assert "worker 1, step 7, sequence 2: the reward function raised LookupError" in text
-    assert "no such place at" in text
-    assert f"{__file__}:{fails_at_c.__code__.co_firstlineno + 2}" in text
-    assert "prompt='p2', image=<1000 bytes>" in text
-    assert "response: 'c'" in text
+    assert f"{__file__}:{fails_at_c.__code__.co_firstlineno + 2}" in str(caught.value)
+    check_message(caught.value)
     assert isinstance(caught.value.__cause__, LookupError)
 
 
 @pytest.mark.parametrize("timeout", [30.0, None])
 def test_one_that_wants_to_exit_has_failed(timeout):
-    with pytest.raises(RewardError, match="raised SystemExit: 3"):
+    with pytest.raises(RewardError, match="SystemExit: 3"):
         score(lambda row, text: sys.exit(3), timeout=timeout)
 
 
@@ -57,19 +53,19 @@ def test_what_fails_can_be_skipped(timeout):
 
 
 @pytest.mark.parametrize(
-    ("result", "complaint"),
+    "result",
     [
-        (None, "isn't a number"),
-        ("good", "isn't a number"),
-        (float("nan"), "isn't finite"),
-        ({"score": 1}, 'no key "reward"'),
-        ({"reward": 1, "why": "near"}, "has values that aren't numbers"),
-        ({"reward": float("inf")}, "isn't finite"),
-        ({"reward": 1, "loss": 2}, "returned the reserved names loss"),
+        None,
+        "good",
+        float("nan"),
+        {"score": 1},
+        {"reward": 1, "why": "near"},
+        {"reward": float("inf")},
+        {"reward": 1, "loss": 2},
     ],
 )
-def test_results_that_are_no_reward(result, complaint):
-    with pytest.raises(RewardError, match=complaint):
+def test_results_that_are_no_reward(result, raises):
+    with raises(RewardError):
         score(lambda row, text: result)
     assert score(lambda row, text: result, on_error="skip") == [None] * 4
 
@@ -83,7 +79,7 @@ def test_a_function_that_sleeps_is_named():
     def hangs_at_b(row, text):
         return released.wait(60) if text == "b" else 1
 
-    wanted = r"sequence 1: .* return within 2 s; it is at .*threading.py"
+    wanted = r"sequence 1\b.*\b2 s\b.*threading\.py"
     try:
         with pytest.raises(RewardTimeoutError, match=wanted):
             score(hangs_at_b, timeout=LIMIT)

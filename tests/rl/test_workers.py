@@ -1,6 +1,7 @@
 """Several workers in processes of their own: the same update however many, faults, bytes."""
 
 import os
+import re
 import signal
 import sys
 
@@ -141,7 +142,7 @@ def weights_of(trainer):
     return miniray.get([worker.get_weights.remote() for worker in trainer.workers])
 
 
-def test_a_run_resumes_bit_for_bit_and_on_another_number_of_workers(local_engine):
+def test_a_run_resumes_bit_for_bit_and_on_another_number_of_workers(local_engine, warns):
     with make(run_dir="run") as trainer:
         trainer.train(steps=2)
         trainer.save_checkpoint(1)
@@ -156,12 +157,12 @@ def test_a_run_resumes_bit_for_bit_and_on_another_number_of_workers(local_engine
     assert again["loss"] == wanted["loss"]
     assert again["kl_coef"] == wanted["kl_coef"]
     with make(1, run_dir="run") as trainer:
-        with pytest.warns(UserWarning, match="2 workers on 1"):
+        with warns(UserWarning):
             alone = trainer.train(steps=4, resume=True)
         other = weights_of(trainer)[0]
         trainer.save_checkpoint()
     with make(2, run_dir="run") as trainer:
-        with pytest.warns(UserWarning, match="1 workers on 2"):
+        with warns(UserWarning):
             trainer.train(steps=6, resume=True)
         pair = weights_of(trainer)
     for name in weights:  # both took up the one's optimizer
@@ -217,8 +218,10 @@ def test_the_death_of_a_worker_is_named_and_not_what_it_did_to_the_others(local_
     class Mortal(Dying):
         marker = str(tmp_path / "died")
 
-    with pytest.raises(ActorDiedError, match=r"worker 1.*step 1(?s:.*)SIGKILL"):
+    with pytest.raises(ActorDiedError) as caught:
         make(worker_class=Mortal).train(steps=3)
+    error = caught.value
+    assert (error.worker, error.step, error.signal) == (1, 1, "SIGKILL")
 
 
 def test_an_error_on_one_worker_ends_the_run_with_its_row(local_engine):
@@ -232,8 +235,9 @@ def test_an_error_on_one_worker_ends_the_run_with_its_row(local_engine):
     def only_rank_0(row, response):
         return 1 / (1 - row["rank"])
 
-    with pytest.raises(RewardError, match=r"worker 1, step 0.*\n.*rank=1"):
+    with pytest.raises(RewardError, match="rank=1") as caught:
         make(data=lambda rank, world: Loaders(rank), reward=only_rank_0).train(steps=1)
+    assert (caught.value.worker, caught.value.step) == (1, 0)
 
 
 # -- what crosses the driver ----------------------------------------------------------------------
@@ -281,13 +285,15 @@ def test_prompts_per_step_must_match_the_loaders(local_engine):
     with make_trainer(64) as trainer, pytest.raises(ValueError) as caught:
         trainer.train(steps=1)
     assert "prompts_per_step=64" in str(caught.value)
-    assert "16 prompts" in str(caught.value)
+    assert re.search(r"\b16\b", str(caught.value))
     assert trainer.epoch == 0
     with make_trainer(16) as trainer:
         assert trainer.train(steps=1)["counts"]["prompts"] == 16
 
 
-def test_parquet_is_read_by_the_workers_and_the_rest_of_an_epoch_shared_out_anew(local_engine):
+def test_parquet_is_read_by_the_workers_and_the_rest_of_an_epoch_shared_out_anew(
+    local_engine, warns
+):
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet").write_table(
         pyarrow.table({"id": list(range(12)), "prompt": [f"{i}+1=" for i in range(12)]}),
@@ -310,7 +316,7 @@ def test_parquet_is_read_by_the_workers_and_the_rest_of_an_epoch_shared_out_anew
     # Workers have rows 0 to 5 and 6 to 11, and took two of them twice.
     assert [line["id"] for line in first] == [(0 + 1 + 6 + 7) / 4, (2 + 3 + 8 + 9) / 4]
     alone = make(1, data=make_loader, reward=reward, run_dir="run")
-    with alone, pytest.warns(UserWarning, match="2 workers on 1"):
+    with alone, warns(UserWarning):
         history = alone.train(steps=5, resume=True).history
     assert [line["counts"]["prompts"] for line in history] == [4, 4, 2, 2, 2]
     assert history[2]["id"] + history[3]["id"] == (4 + 5 + 10 + 11) / 2

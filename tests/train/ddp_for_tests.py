@@ -105,6 +105,10 @@ class Skipping(Looper):
         return {"loss": loss.item()}
 
 
+#: Reads like an error of a rank that lost a different one, but nothing else caused it.
+LOST_CONNECTION = "Connection closed by peer: the database timed out"
+
+
 class Faulty(Stepper):
     """Goes wrong on one rank in the step it is told to; a file remembers that it did."""
 
@@ -128,7 +132,7 @@ class Faulty(Stepper):
         raise KeyError("a bad row")
 
     def lose_database(self, batch):
-        raise RuntimeError("Connection closed by peer: the database timed out")
+        raise RuntimeError(LOST_CONNECTION)
 
     def die(self, batch):
         os.kill(os.getpid(), signal.SIGKILL)

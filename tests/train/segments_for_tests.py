@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from miniray.train import Callback, TorchWorker
+from miniray.train import TorchWorker
+from tests.train import steps_for_tests
 from tests.train.ddp_for_tests import make_data
 from tests.train.steps_for_tests import Augmented
 
@@ -64,16 +65,9 @@ class Noisy(TorchWorker):
         return self.rows
 
 
-class Watch(Callback):
-    """Records the calls of hooks inside an epoch."""
-
-    def __init__(self, stop_at=None):
-        self.stop_at, self.steps, self.scores = stop_at, [], []
+class Watch(steps_for_tests.Watch):
+    """Hooks are called when the trainer has completed the step, because it waits for segments."""
 
     def on_step_end(self, trainer, step, metrics, **kwargs):
-        assert step == metrics["step"] == trainer.state.step
-        self.steps.append((step, metrics))
-        trainer.should_stop = self.stop_at is not None and step >= self.stop_at
-
-    def on_evaluate_end(self, trainer, step, scores, **kwargs):
-        self.scores.append((step, scores))
+        assert step == trainer.state.step
+        super().on_step_end(trainer, step, metrics, **kwargs)

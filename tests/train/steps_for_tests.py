@@ -70,6 +70,7 @@ class Watch(Callback):
         self.steps, self.scores, self.stop_at = [], [], stop_at
 
     def on_step_end(self, trainer, step, metrics, **kwargs):
+        assert step == metrics["step"]
         self.steps.append((step, metrics))
         if self.stop_at is not None and step >= self.stop_at:
             trainer.should_stop = True

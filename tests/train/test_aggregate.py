@@ -116,28 +116,26 @@ def test_numbers_at_the_end_of_the_range():
     assert aggregate([{"x": 10**400}, {"x": 1}]) == {"x": math.inf, "nonfinite": {"x": [0]}}
 
 
-@pytest.mark.parametrize(
-    ("bad", "said"), [(None, "None"), (0.5, "float 0.5"), ([1], r"list \[1\]")]
-)
-def test_a_result_that_is_no_dict_names_the_worker(bad, said):
-    with pytest.raises(TypeError, match=rf"worker 1: an epoch must return a dict.* not {said}"):
+@pytest.mark.parametrize("bad", [None, 0.5, [1]])
+def test_a_result_that_is_no_dict_names_the_worker(bad, raises):
+    with raises(TypeError):
         aggregate([{"loss": 1.0}, bad])
 
 
 @pytest.mark.parametrize("bad", [-1, math.nan, math.inf, "many", None])
 def test_num_samples_is_a_number_of_samples(bad):
-    with pytest.raises(ValueError, match="worker 1 returned num_samples"):
+    with pytest.raises(ValueError, match=r"worker 1\b.*num_samples"):
         aggregate([{"num_samples": 1}, {"num_samples": bad}])
 
 
-def test_names_are_texts_and_two_are_taken():
-    with pytest.raises(TypeError, match=r"worker 0.*must be strings, not 3"):
+def test_names_are_texts_and_two_are_taken(raises):
+    with raises(TypeError):
         aggregate([{3: 1}])
     for name in ("partial", "nonfinite"):
-        with pytest.raises(ValueError, match=f"worker 0 returned the reserved field '{name}'"):
+        with pytest.raises(ValueError, match=rf"worker 0\b.*'{name}'"):
             aggregate([{name: 1}])
 
 
-def test_no_results_at_all():
-    with pytest.raises(ValueError, match="no results"):
+def test_no_results_at_all(raises):
+    with raises(ValueError):
         aggregate([])

@@ -185,13 +185,13 @@ def test_evaluation_is_of_the_servers_weights_and_leaves_the_workers_their_own(t
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"mode": "fast"}, 'mode must be "sync" or "async"'),
-        ({"staleness": 1}, 'staleness needs mode="async"'),
-        ({"mode": "async", "staleness": -1}, "staleness must be an int >= 0"),
+        {"mode": "fast"},
+        {"staleness": 1},
+        {"mode": "async", "staleness": -1},
     ],
 )
-def test_bad_options_are_refused_at_once(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_options_are_refused_at_once(options, raises):
+    with raises(ValueError):
         DataParallelTrainer(2, worker=Noting, **options)

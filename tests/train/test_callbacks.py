@@ -87,9 +87,9 @@ def test_what_the_trainer_was_told_to_keep_is_kept(tmp_path):
     assert [found.epoch for found in trainer.checkpoints.list()] == [1, 5]
 
 
-def test_a_best_one_by_a_metric_that_never_came_is_warned_of(tmp_path):
+def test_a_best_one_by_a_metric_that_never_came_is_warned_of(tmp_path, warns):
     callback = Checkpoint(keep_best=True, monitor="val_loss")
-    with pytest.warns(UserWarning, match="kept no best one: no epoch had 'val_loss', only .*loss"):
+    with warns(UserWarning):
         Trainer(tmp_path).train(callback, losses(0.5))
 
 
@@ -105,12 +105,12 @@ def test_best_by_name_or_by_choice():
 # -- EarlyStopping ---------------------------------------------------------------------------------
 
 
-def test_it_stops_after_patience_epochs_without_improvement(tmp_path):
+def test_it_stops_after_patience_epochs_without_improvement(tmp_path, check_message):
     trainer = Trainer(tmp_path)
     trainer.train(EarlyStopping("loss", patience=2), losses(0.5, 0.4, 0.45, 0.4, 0.1))
     assert len(trainer.history) == 4
     assert trainer.should_stop
-    assert trainer.stop_reason == ("early stopping: loss is 0.4 at best, 2 epochs without better")
+    check_message(trainer.stop_reason)
     assert trainer.history[-1]["stop_reason"] == trainer.stop_reason
 
 
@@ -127,14 +127,14 @@ def test_highest_is_best_for_an_accuracy(tmp_path):
     assert len(trainer.history) == 4
 
 
-def test_nan_is_no_improvement_and_the_first_number_is(tmp_path):
+def test_nan_is_no_improvement_and_the_first_number_is(tmp_path, check_message):
     trainer = Trainer(tmp_path)
     nan = float("nan")
     trainer.train(EarlyStopping("loss", 2), losses(nan, 5.0, nan, np.float32("nan"), 1.0))
     assert len(trainer.history) == 4
     other = Trainer(tmp_path / "b")
     other.train(EarlyStopping("loss", 2), losses(nan, nan, 1.0))
-    assert other.stop_reason == "early stopping: loss never was a number, 2 epochs without better"
+    check_message(other.stop_reason)
 
 
 def test_epochs_without_the_metric_do_not_count(tmp_path):
@@ -144,11 +144,13 @@ def test_epochs_without_the_metric_do_not_count(tmp_path):
     assert not trainer.should_stop
 
 
-def test_a_metric_that_never_comes_is_warned_of_and_one_that_is_no_number_refused(tmp_path):
+def test_a_metric_that_never_comes_is_warned_of_and_one_that_is_no_number_refused(
+    tmp_path, warns, raises
+):
     trainer = Trainer(tmp_path)
-    with pytest.warns(UserWarning, match="no epoch had 'lss', only epoch, loss"):
+    with warns(UserWarning):
         trainer.train(EarlyStopping("lss"), losses(1, 2))
-    with pytest.raises(TypeError, match="'loss' must be a number, not a list"):
+    with raises(TypeError):
         trainer.train(EarlyStopping("loss"), losses([1]))
 
 
@@ -201,19 +203,19 @@ def test_every_worker_gets_the_rate_before_each_epoch(tmp_path, engine):
     assert schedule.lr == 0.25
 
 
-def test_workers_without_set_lr_are_refused_before_training(tmp_path, engine):
+def test_workers_without_set_lr_are_refused_before_training(tmp_path, engine, raises):
     trainer = Trainer(tmp_path, [Worker.remote(), Fixed.remote()])
-    with pytest.raises(TypeError, match=r"set_lr\(self, lr\); worker 1 .*Fixed"):
+    with raises(TypeError):
         trainer.train(LRSchedule(lambda epoch: 0.1), losses(1))
     assert trainer.history == []
 
 
 @pytest.mark.parametrize("bad", [None, -1, float("nan"), "fast"])
 def test_a_rate_is_a_number_from_zero(tmp_path, engine, bad):
-    with pytest.raises(ValueError, match=r"schedule\(0\) must give"):
+    with pytest.raises(ValueError, match=r"schedule\(0\)"):
         Trainer(tmp_path, [Worker.remote()]).train(LRSchedule(lambda epoch: bad), losses(1))
 
 
-def test_a_schedule_is_a_function():
-    with pytest.raises(TypeError, match="function of the epoch"):
+def test_a_schedule_is_a_function(raises):
+    with raises(TypeError):
         LRSchedule(0.1)

@@ -55,13 +55,13 @@ def test_the_weights_are_a_file_of_their_own(tmp_path):
     ]
 
 
-def test_nothing_there_is_an_error_and_an_empty_list(tmp_path):
+def test_nothing_there_is_an_error_and_an_empty_list(tmp_path, raises):
     store = CheckpointStore(tmp_path / "none")
     assert store.list() == []
     assert store.newest() is None
-    with pytest.raises(CheckpointError, match="there is no intact checkpoint in"):
+    with raises(CheckpointError):
         store.load()
-    with pytest.raises(CheckpointError, match=r"it doesn't exist"):
+    with raises(CheckpointError):
         store.load(tmp_path / "epoch-00000001")
     assert not (tmp_path / "none").exists()  # looking makes nothing
 
@@ -129,7 +129,7 @@ def test_a_refused_state_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("epoch", [-1, 1.0, True, None])
 def test_an_epoch_is_a_number_from_zero(tmp_path, epoch):
-    with pytest.raises(ValueError, match="epoch must be"):
+    with pytest.raises(ValueError, match="epoch"):
         CheckpointStore(tmp_path).save(epoch, {})
 
 
@@ -175,13 +175,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, name
         victim.unlink()
     else:
         victim.write_bytes({"cut": data[:-2], "grow": data + b" x", "empty": b""}[damage])
-    with pytest.warns(UserWarning, match="epoch-00000001 is damaged"):
+    with pytest.warns(UserWarning, match="epoch-00000001"):
         epoch, loaded = store.load()
     assert epoch == 0
     assert loaded["weights"][0].tolist() == [0.0] * 100
     assert [(e["event"], e["path"]) for e in events] == [("checkpoint_corrupt", str(newest))]
     assert name in events[0]["reason"]
-    with pytest.raises(CheckpointError, match=r"epoch-00000001.*there are: epoch-00000000"):
+    with pytest.raises(CheckpointError, match=r"epoch-00000001.*epoch-00000000"):
         store.load(newest)
     assert [found.epoch for found in store.list(verify=True)] == [0]
 
@@ -203,13 +203,13 @@ def test_every_single_bit_counts(tmp_path):
             victim.write_bytes(whole)
 
 
-def test_when_all_are_damaged_the_error_says_so(tmp_path):
+def test_when_all_are_damaged_the_error_says_so(tmp_path, raises):
     store = CheckpointStore(tmp_path)
     for epoch in range(2):
         flip_a_bit(store.save(epoch, state(epoch)) / "state.json", 40)
     with (
-        pytest.warns(UserWarning, match="damaged"),
-        pytest.raises(CheckpointError, match="no intact checkpoint"),
+        pytest.warns(UserWarning, match=r"epoch-0000000\d"),
+        raises(CheckpointError),
     ):
         store.load()
 
@@ -246,7 +246,7 @@ def test_a_newer_format_is_not_guessed_at(tmp_path):
     manifest["format"] = "miniray-checkpoint-2"
     text = json.dumps({**manifest, "checksum": _checksum(manifest)})
     (path / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match="its format is 'miniray-checkpoint-2'"):
+    with pytest.raises(CheckpointError, match="'miniray-checkpoint-2'"):
         CheckpointStore(tmp_path).load(path)
 
 
@@ -266,7 +266,7 @@ def test_leftovers_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
 def test_pickled_parts_are_not_read_without_consent(tmp_path):
     path = CheckpointStore(tmp_path, allow_pickle=True).save(4, {"x": range(3)})
     assert (path / "pickled-objects.safetensors").exists()
-    with pytest.raises(CheckpointError, match="x was stored with pickle") as caught:
+    with pytest.raises(CheckpointError) as caught:
         CheckpointStore(tmp_path).load()
     assert (caught.value.entry, caught.value.epoch) == ("x", 4)
     assert CheckpointStore(tmp_path, allow_pickle=True).load() == (4, {"x": range(3)})

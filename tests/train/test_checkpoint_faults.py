@@ -57,9 +57,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(small_disk):
     events = []
     store = CheckpointStore(small_disk / "c", keep_last=1, on_event=events.append)
     store.save(0, {"w": np.zeros(50_000)})
-    with pytest.raises(CheckpointError, match=r"No space left on device.*8,000,.* bytes") as caught:
+    with pytest.raises(CheckpointError, match="8,000,") as caught:  # bytes
         store.save(1, {"w": np.zeros(1_000_000)})
-    assert str(small_disk / "c" / "epoch-00000001") in str(caught.value)
+    assert caught.value.entry == str(small_disk / "c" / "epoch-00000001")
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
     assert [event["event"] for event in events] == ["checkpoint_failed"]
@@ -99,8 +99,9 @@ def test_a_disk_that_fills_up_at_any_byte(small_disk):
 
 def test_a_model_file_survives_a_full_disk(small_disk):
     path = save_model(small_disk / "m.safetensors", [np.ones(10)])
-    with pytest.raises(CheckpointError, match="8,000,000 bytes could not be written: No space"):
+    with pytest.raises(CheckpointError, match="8,000,000") as caught:
         save_model(path, [np.ones(1_000_000)])
+    assert caught.value.__cause__.errno == errno.ENOSPC
     assert load_model(path)[0].size == 10
     assert [p.name for p in small_disk.iterdir()] == ["m.safetensors"]
 
@@ -111,10 +112,11 @@ def test_a_limit_on_file_size_is_told_like_a_full_disk(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"File too large.*it needs 80,0"):
+        with pytest.raises(CheckpointError, match="80,0") as caught:
             store.save(1, {"w": np.zeros(10_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.__cause__.errno == errno.EFBIG
     assert [p.name for p in tmp_path.iterdir()] == ["epoch-00000000"]
     assert store.load()[0] == 0
 
@@ -219,7 +221,7 @@ def test_a_failed_background_write_is_said_at_the_end_of_the_program(tmp_path):
         timeout=50,
         check=False,
     )
-    assert "could not be written" in done.stderr
+    assert str(tmp_path / "file" / "c" / "epoch-00000003") in done.stderr
 
 
 def test_readers_at_the_same_time_always_get_an_intact_one(tmp_path):

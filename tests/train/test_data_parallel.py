@@ -70,8 +70,10 @@ def test_an_error_while_loading_a_shard_is_not_taken_for_no_sharding():
             if shard_id == 1:
                 raise FileNotFoundError("part-1.parquet")
 
-    with pytest.raises(FileNotFoundError, match=r"worker 1: NoData\.load_data_shard"):
+    with pytest.raises(FileNotFoundError) as caught:
         DataParallelTrainer(2, worker=NoData, backend="local", progress=False).train(epochs=1)
+    assert caught.value.worker == 1
+    assert caught.value.function.endswith("NoData.load_data_shard")
 
 
 def test_loading_shards_is_optional_in_that_the_method_may_be_absent():
@@ -99,7 +101,7 @@ def test_a_worker_that_lacks_a_required_method_is_refused_before_training(missin
     members["set_weights"] = members["train_epoch"]
     del members[missing]
     incomplete = miniray.remote(type("Incomplete", (), members))
-    with pytest.raises(TypeError, match=rf"Incomplete lacks {missing}\(\)"):
+    with pytest.raises(TypeError, match=rf"Incomplete\b.*\b{missing}\(\)"):
         DataParallelTrainer(2, worker=incomplete, backend="inline", progress=False).train(epochs=1)
 
 
@@ -114,14 +116,14 @@ def test_weights_of_workers_count_whether_given_before_or_after_the_start():
         assert weights_of(trainer) == [2.75, 2.75]  # worker 0's 1.75 + 1
 
 
-def test_worker_weights_are_refused_where_they_would_do_nothing():
-    with pytest.raises(ValueError, match="has no effect with sync_strategy='average'"):
+def test_worker_weights_are_refused_where_they_would_do_nothing(raises):
+    with raises(ValueError):
         CounterTrainer(2).set_worker_weight(0, 1.0)
     weighted = CounterTrainer(2, sync_strategy="weighted")
-    with pytest.raises(ValueError, match=r"worker 2 doesn.t exist"):
+    with raises(ValueError):
         weighted.set_worker_weight(2, 1.0)
     for wrong in (-1.0, float("inf"), "x", None):
-        with pytest.raises(ValueError, match="a worker's weight must be"):
+        with raises(ValueError):
             weighted.set_worker_weight(0, wrong)
 
 
@@ -155,21 +157,21 @@ def test_arguments_of_the_strategy_are_given_by_keyword():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"sync_strategy": "averaged"}, "average"),
-        ({"sync_strategy": "average", "momentun": 0.9}, "momentun"),
-        ({"sync_interval": 0}, "sync_interval must be an int >= 1"),
-        ({"sync_intervall": 5}, "CounterTrainer has no option 'sync_intervall'.*'sync_interval'"),
-        ({"callback": []}, "'callbacks'"),
-        ({"batch_size": 8}, r"batch_size= needs data=.*train\(\)"),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite must be one of 'error', 'skip'"),
-        ({"staleness_power": 1}, 'need mode="async"'),
-        ({"sync_strategy": "krum"}, "needs at least 5 workers, not 2"),
+        {"sync_strategy": "averaged"},
+        {"sync_strategy": "average", "momentun": 0.9},
+        {"sync_interval": 0},
+        {"sync_intervall": 5},
+        {"callback": []},
+        {"batch_size": 8},
+        {"on_nonfinite": "ignore"},
+        {"staleness_power": 1},
+        {"sync_strategy": "krum"},
     ],
 )
-def test_unknown_strategies_and_arguments_are_refused_at_once(arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+def test_unknown_strategies_and_arguments_are_refused_at_once(arguments, raises):
+    with raises((ValueError, TypeError)):
         CounterTrainer(2, **arguments)
 
 
@@ -258,16 +260,14 @@ class Broken(Counter.__wrapped__):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "kind", "text"),
-    [
-        ([1.0, 2.0], WeightsMismatchError, r"entry \[0\] has shape \(2,\), worker 0 has shape"),
-        ([float("nan")], NonFiniteWeightsError, r"entry \[0\] has NaN or Inf"),
-    ],
+    ("wrong", "kind"),
+    [([1.0, 2.0], WeightsMismatchError), ([float("nan")], NonFiniteWeightsError)],
 )
-def test_what_a_sync_finds_wrong_is_said_with_its_epoch(wrong, kind, text):
+def test_what_a_sync_finds_wrong_is_said_with_its_epoch(wrong, kind, raises):
     trainer = DataParallelTrainer(2, worker=Broken, backend="inline", progress=False)
-    with trainer, pytest.raises(kind, match=f"^sync in epoch 2 of 2: worker 1: {text}") as caught:
+    with trainer, raises(kind) as caught:
         trainer.train(epochs=2, wrong=wrong)
+    assert caught.value.epoch == 1
     assert getattr(caught.value, "workers", (1,)) == (1,)
 
 
@@ -275,11 +275,10 @@ def test_what_a_strategy_raises_is_said_with_its_epoch():
     trainer = CounterTrainer(2, 1, "weighted", backend="inline", progress=False)
     trainer.set_worker_weight(0, 0)
     trainer.set_worker_weight(1, 0)
-    with (
-        trainer,
-        pytest.raises(ValueError, match=r"^sync in epoch 1 of 1: Server"),
-    ):
+    with trainer, pytest.raises(ValueError) as caught:
         trainer.train(epochs=1)
+    assert caught.value.epoch == 0
+    assert "Server" in caught.value.function
 
 
 class InPlace(Counter.__wrapped__):
@@ -291,8 +290,9 @@ class InPlace(Counter.__wrapped__):
         self.w = weights[0]
 
 
-def test_who_changes_received_arrays_in_place_is_told_to_copy_them():
+def test_who_changes_received_arrays_in_place_is_told_to_copy_them(check_message):
     trainer = DataParallelTrainer(2, worker=InPlace, backend="local", progress=False)
-    with trainer, pytest.raises(ValueError, match=r"set_weights\(\) must copy") as caught:
+    with trainer, pytest.raises(ValueError) as caught:
         trainer.train(epochs=1)
     assert caught.value.worker == 1
+    check_message(caught.value.remote_traceback.splitlines()[-1])

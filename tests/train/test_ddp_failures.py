@@ -2,13 +2,14 @@
 
 import io
 import os
+import re
 import signal
 import time
 
 import pytest
 
 import miniray
-from miniray.errors import ActorDiedError, WorkerTimeoutError
+from miniray.errors import ActorDiedError, HandlesError, WorkerTimeoutError
 from miniray.train import Checkpoint, DDPTrainer
 
 torch = pytest.importorskip("torch")
@@ -48,15 +49,19 @@ def train(how, epochs=2, at=(0, 2), hang_timeout=50.0, progress=False, **options
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "message"),
+    ("how", "kind", "fields"),
     [
-        ("fail", KeyError, r"rank 1 in epoch 1 of 2, step 2: (.|\n)*a bad row"),
-        ("lose_database", RuntimeError, "the database timed out"),
-        ("die", ActorDiedError, r"rank 1 in epoch 1 of 2, step 2: .* killed by SIGKILL"),
-        ("exit", ActorDiedError, r"rank 1 in epoch 1 of 2, step 2: .* exited with code 3"),
+        ("fail", KeyError, {"args": ("a bad row",)}),
+        (
+            "lose_database",
+            RuntimeError,
+            {"args": ("Connection closed by peer: the database timed out",)},
+        ),
+        ("die", ActorDiedError, {"signal": "SIGKILL"}),
+        ("exit", ActorDiedError, {"exit_code": 3}),
     ],
 )
-def test_what_goes_wrong_in_a_rank_is_the_error_of_the_run(engine, how, kind, message):
+def test_what_goes_wrong_in_a_rank_is_the_error_of_the_run(engine, how, kind, fields):
     engine()
     pids = []
 
@@ -64,25 +69,26 @@ def test_what_goes_wrong_in_a_rank_is_the_error_of_the_run(engine, how, kind, me
         def on_train_start(self):
             pids.extend(self.call_workers("pid"))
 
-    with pytest.raises(kind, match=message) as failure:
+    with pytest.raises(kind) as failure:
         Watching(2, worker=Faulty, progress=False, hang_timeout=50).train(epochs=2, how=how)
     assert "gloo/" not in str(failure.value)  # how rank 0 lost rank 1
     assert (failure.value.rank, failure.value.epoch, failure.value.step) == (1, 0, 2)
+    assert {name: getattr(failure.value, name) for name in fields} == fields
     assert len(pids) == 2
     psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=30)
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "message"),
+    ("how", "kind"),
     [
-        ("skip", TypeError, r"on rank 1 must return the loss.*multiplied by 0"),
-        ("detach", RuntimeError, r"the loss of rank 1 has no gradient.*multiplied by 0"),
+        ("skip", TypeError),
+        ("detach", RuntimeError),
     ],
 )
-def test_a_step_without_a_backward_pass_ends_all_ranks_at_once(engine, how, kind, message):
+def test_a_step_without_a_backward_pass_ends_all_ranks_at_once(engine, how, kind, raises):
     engine()
-    with pytest.raises(kind, match=message) as failure:
+    with raises(kind) as failure:
         train(how)
     assert (failure.value.rank, failure.value.epoch, failure.value.step) == (1, 0, 2)
     assert "gloo/" not in str(failure.value)  # how rank 0 lost rank 1
@@ -105,31 +111,38 @@ def test_a_loop_of_ones_own_may_leave_out_a_batch(engine):
             assert torch.allclose(mine, theirs, atol=1e-5)
 
 
-def test_a_loop_of_ones_own_must_not_leave_out_a_backward_pass(engine):
+def test_a_loop_of_ones_own_must_not_leave_out_a_backward_pass(engine, check_message):
     engine()
-    with pytest.raises(ActorDiedError, match="forward or backward passes that only"):
+    with pytest.raises(ActorDiedError) as failure:
         DDPTrainer(2, worker=Skipping, progress=False).train(epochs=1, skip="backward")
+    check_message(str(failure.value).splitlines()[-1])
     # Without "join", the others wait for the batch that one rank left out.
     options = {"uneven": "error", "hang_timeout": 4 * TIME_SCALE, "progress": False}
     with pytest.raises(WorkerTimeoutError, match=r"STUCK: (.|\n)*rank 1") as failure:
         DDPTrainer(2, worker=Skipping, **options).train(epochs=1)
-    assert "all ranks wait for one another" in str(failure.value)
+    assert failure.value.rank is None
+    check_message(str(failure.value).splitlines()[0])
+
+
+def find_positions(text):
+    """Return the lines that describe ranks before the doctor's diagnosis, without durations."""
+    lines = text.partition("doctor.txt")[0].splitlines()
+    shown = [line for line in lines if re.match(r" *rank \d", line)]
+    return re.sub(r"\b\d+ s\b", "9 s", "\n".join(shown))
 
 
 @with_real_limits
-def test_a_rank_that_hangs_is_named_with_its_place(engine, tmp_path, scale):
+def test_a_rank_that_hangs_is_named_with_its_place(engine, tmp_path, scale, check_message):
     engine()
     with pytest.raises(WorkerTimeoutError) as failure:
         train("hang", hang_timeout=4 * scale)
     text = str(failure.value)
-    assert text.startswith("rank 1 has not moved, and the others wait for it\n")
-    assert "rank 1 is in forward, epoch 1, step 2" in text
+    check_message(find_positions(text))
     assert "the line that hangs" in text
-    assert "rank 0 is in backward, epoch 1, step 2" in text
     assert (failure.value.rank, failure.value.epoch, failure.value.step) == (1, 0, 2)
-    assert "STUCK: rank 1" in text
     (kept,) = tmp_path.glob("runs/*/doctor.txt")
     assert kept.read_text().startswith("STUCK: rank 1")
+    assert kept.read_text().strip() in text
 
 
 class StuckValidating(Stepper):
@@ -139,12 +152,12 @@ class StuckValidating(Stepper):
         return super().validation_step(batch, batch_idx)
 
 
-def test_a_rank_that_hangs_in_an_evaluation_is_named_too(engine):
+def test_a_rank_that_hangs_in_an_evaluation_is_named_too(engine, check_message):
     engine()
     options = {"worker": StuckValidating, "progress": False, "hang_timeout": 4 * TIME_SCALE}
-    with pytest.raises(WorkerTimeoutError, match="rank 1 has not moved") as failure:
+    with pytest.raises(WorkerTimeoutError) as failure:
         DDPTrainer(2, eval_interval=1, sanity_batches=0, **options).train(epochs=1)
-    assert "rank 1 is in evaluation, epoch 1, for" in str(failure.value)
+    check_message(find_positions(str(failure.value)))
     assert "the line that hangs" in str(failure.value)
     assert (failure.value.rank, failure.value.epoch) == (1, 0)
 
@@ -174,41 +187,40 @@ def test_a_rank_that_takes_long_before_the_first_step_is_waited_for_and_told_of(
     with DDPTrainer(2, **options) as trainer:
         trainer.train(epochs=0, marker=str(tmp_path / "complained"))
     found = next(text for text in told if text.startswith("rank 1:"))
-    assert found.startswith("rank 1: load_data_shard() takes ")
-    assert f"`miniray doctor {trainer.run.path}` shows where" in found
+    assert "load_data_shard()" in found
+    assert f"`miniray doctor {trainer.run.path}`" in found
 
 
 def test_a_rank_that_is_stopped_is_said_to_be(engine):
     engine()
-    with pytest.raises(WorkerTimeoutError, match=r"rank 1 is stopped \(SIGSTOP\)"):
+    with pytest.raises(WorkerTimeoutError, match="SIGSTOP") as failure:
         train("stop")
+    assert failure.value.rank == 1
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "message"),
+    ("how", "kind"),
     [
-        ("skip", TypeError, r"on rank 0 must return the loss.*multiplied by 0"),
-        ("nan", FloatingPointError, "the loss is nan on rank 0 at step 2 of epoch 1"),
-        ("leave_out", RuntimeError, r"no gradient for 0.weight, 0.bias, 2.weight at step 2"),
-        ("parts_only", RuntimeError, r"training_step\(\) must call self.model\(...\) itself"),
+        ("skip", TypeError),
+        ("nan", FloatingPointError),
+        ("leave_out", RuntimeError),
+        ("parts_only", RuntimeError),
     ],
 )
-def test_what_would_leave_the_others_waiting_is_an_error(how, kind, message):
+def test_what_would_leave_the_others_waiting_is_an_error(how, kind, raises):
     miniray.shutdown()
     trainer = DDPTrainer(1, worker=Faulty, backend="inline", progress=False)
-    with pytest.raises(kind, match=message):
+    with raises(kind):
         trainer.train(epochs=1, how=how, victim=0)
     assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.timeout(120)  # processes start slowly on a machine that is busy
-def test_ranks_start_again_from_the_end_of_the_last_epoch(engine, capfd):
+def test_ranks_start_again_from_the_end_of_the_last_epoch(engine, capfd, check_message):
     engine()
     options = {"progress": True, "snapshot_every": None}
     trainer, result = train("die", at=(1, 2), max_failures=1, **options)
-    (said,) = [line for line in capfd.readouterr().err.splitlines() if "restarted" in line]
-    assert "rank 1 was killed (SIGKILL) at step 6; all ranks restarted in" in said
-    assert "and continue at step 4" in said
+    lines = capfd.readouterr().err.splitlines()
     losses, _ = one_process(32, 8, epochs=2)
     assert [record["loss"] for record in result.history] == pytest.approx(losses, abs=1e-5)
     assert [record.get("restarts") for record in result.history] == [None, 1]
@@ -216,6 +228,9 @@ def test_ranks_start_again_from_the_end_of_the_last_epoch(engine, capfd):
     assert (failed["event"], failed["worker"], failed["epoch"]) == ("worker_failed", 1, 1)
     assert "step 2" in failed["reason"]
     assert (restarted["event"], restarted["epoch"]) == ("ranks_restarted", 1)
+    assert (restarted["rank"], restarted["died_at_step"], restarted["resumed_at_step"]) == (1, 6, 4)
+    assert lines.count(restarted["message"]) == 1
+    check_message(restarted["message"].replace(f"{restarted['seconds']:.2f} s", "1.00 s"))
 
 
 class DiesTakingUp(Stepper):
@@ -275,7 +290,7 @@ def test_a_rank_killed_while_it_gives_its_state_costs_the_epoch_and_not_the_run(
     assert [record.get("restarts") for record in result.history] == [1, None]
 
 
-def test_what_ranks_must_agree_on_is_compared_before_they_wait_for_one_another(engine):
+def test_what_ranks_must_agree_on_is_compared_before_they_wait_for_one_another(engine, raises):
     engine()
 
     class Wider(Stepper):
@@ -285,7 +300,7 @@ def test_what_ranks_must_agree_on_is_compared_before_they_wait_for_one_another(e
                 self.model = torch.nn.Linear(4, 3)
                 self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
 
-    with pytest.raises(ValueError, match="rank 1 has 2 parameters, rank 0 has 4"):
+    with raises(ValueError):
         DDPTrainer(2, worker=Wider, progress=False).train(epochs=1)
 
     class Uneven(Stepper):
@@ -294,14 +309,14 @@ def test_what_ranks_must_agree_on_is_compared_before_they_wait_for_one_another(e
 
             self.train_loader = DataLoader(make_data(16 - 4 * shard_id), batch_size=4)
 
-    with pytest.raises(ValueError, match="rank 0 has 4, rank 1 has 3 batches"):
+    with raises(ValueError):
         DDPTrainer(2, worker=Uneven, uneven="error", progress=False).train(epochs=1)
     with DDPTrainer(2, worker=Uneven, progress=False) as trainer:  # joined instead
         assert trainer.train(epochs=1)["num_samples"] == 28
         weights = miniray.get([w.get_weights.remote() for w in trainer.workers])
     assert apart(*weights) == 0
 
-    with pytest.raises(ValueError, match=r"accumulate, clip_norm need a worker with training_step"):
+    with raises(ValueError):
         DDPTrainer(2, worker=Looper, accumulate=2, clip_norm=1.0, progress=False).train(epochs=1)
 
 
@@ -315,14 +330,15 @@ def test_a_dataset_with_an_open_file_is_refused_before_loader_processes_start():
             data.file = open(__file__)
             self.train_loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=1)
 
-    message = r"self.train_loader.dataset.file is an open file \('.*test_ddp_failures.py'\)"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        HandlesError, match=r"self\.train_loader\.dataset\.file .*test_ddp_failures"
+    ):
         DDPTrainer(1, worker=Open, backend="inline", progress=False).train(epochs=1)
 
 
-def test_the_inline_engine_has_one_process():
+def test_the_inline_engine_has_one_process(raises):
     miniray.shutdown()
-    with pytest.raises(miniray.errors.CapabilityError, match="'local' or 'ray', or num_workers=1"):
+    with raises(miniray.errors.CapabilityError):
         DDPTrainer(2, worker=Stepper, backend="inline", progress=False).train(epochs=1)
     with DDPTrainer(1, worker=Stepper, backend="inline", progress=False, seed=SEED) as trainer:
         trainer.train(epochs=1)
@@ -331,18 +347,18 @@ def test_the_inline_engine_has_one_process():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"uneven": "even"}, "uneven must be one of 'join', 'pad', 'drop', 'error'"),
-        ({"precision": "fp8"}, "precision must be one of"),
-        ({"accumulate": 0}, "accumulate must be an int >= 1"),
-        ({"clip_norm": -1.0}, "clip_norm must be a number > 0"),
-        ({"hang_timeout": 0}, "hang_timeout must be a number of seconds > 0"),
-        ({"models": "model"}, "models must be names"),
+        {"uneven": "even"},
+        {"precision": "fp8"},
+        {"accumulate": 0},
+        {"clip_norm": -1.0},
+        {"hang_timeout": 0},
+        {"models": "model"},
     ],
 )
-def test_bad_options_are_refused_at_once(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_options_are_refused_at_once(options, raises):
+    with raises(ValueError):
         DDPTrainer(2, worker=Stepper, **options)
-    with pytest.raises(TypeError, match=r"no option 'sync_interval'.*DataParallel"):
+    with pytest.raises(TypeError, match=r"'sync_interval'.*DataParallelTrainer"):
         DDPTrainer(2, worker=Stepper, sync_interval=2)

@@ -49,7 +49,7 @@ def test_handles_are_found_wherever_they_are(tmp_path):
         assert paths(Dataset(call=functools.partial(print, file=file))) == {
             "dataset.call.keywords['file']": False
         }
-        with pytest.raises(HandlesError, match=r"dataset.file is an open file \('.*rows'\)"):
+        with pytest.raises(HandlesError, match=r"dataset\.file\b.*rows"):
             check_handles(dataset, num_workers=2)
         check_handles(dataset, num_workers=0)  # nothing leaves this process
         connection.close()
@@ -61,11 +61,11 @@ def test_what_survives_a_fork_but_no_pickling_is_told_apart(tmp_path):
     dataset = Dataset(mapped=mapped, lock=threading.Lock(), items=(i for i in range(3)))
     assert paths(dataset) == {"dataset.mapped": True, "dataset.lock": True, "dataset.items": True}
     check_handles(dataset, num_workers=2)
-    with pytest.raises(HandlesError, match="memmap of 32 bytes, which pickling would copy"):
+    with pytest.raises(HandlesError, match=r"dataset\.mapped .*memmap.*\b32\b"):
         check_handles(dataset, num_workers=1, start_method="spawn")
 
 
-def test_plain_data_is_let_be(tmp_path):
+def test_plain_data_is_let_be(tmp_path, check_message):
     class Slotted:
         __slots__ = ("missing", "rows")
 
@@ -77,7 +77,7 @@ def test_plain_data_is_let_be(tmp_path):
     copied = np.memmap(tmp_path / "data", dtype=np.int8, mode="w+", shape=(4,)) + 1
     ring.copied = copied
     assert find_handles(ring) == []
-    assert str(Handle("dataset.x", "an open file")) == "dataset.x is an open file"
+    check_message(str(Handle("dataset.x", "an open file")))
 
 
 @pytest.mark.parametrize(

@@ -88,22 +88,16 @@ class Endless(IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("make", "problem"),
+    "make",
     [
-        (lambda: DataLoader(Endless(), batch_size=2), r"an IterableDataset \(Endless\)"),
-        (
-            lambda: DataLoader(make_data(4), batch_sampler=[[0, 1], [2, 3]]),
-            r"a custom batch sampler \(list\)",
-        ),
-        (lambda: DataLoader(make_data(4), batch_size=None), "batch_size=None"),
-        (
-            lambda: DataLoader(make_data(4), sampler=WeightedRandomSampler([1.0] * 4, 4)),
-            r"a custom sampler \(WeightedRandomSampler\)",
-        ),
+        lambda: DataLoader(Endless(), batch_size=2),
+        lambda: DataLoader(make_data(4), batch_sampler=[[0, 1], [2, 3]]),
+        lambda: DataLoader(make_data(4), batch_size=None),
+        lambda: DataLoader(make_data(4), sampler=WeightedRandomSampler([1.0] * 4, 4)),
     ],
 )
-def test_a_loader_that_cannot_be_cut_is_refused_with_what_it_has(make, problem):
-    with pytest.raises(ValueError, match=f"self.train_loader has {problem}, which miniray can't"):
+def test_a_loader_that_cannot_be_cut_is_refused_with_what_it_has(make, raises):
+    with raises(ValueError):
         share(make())
     loader = make()
     assert share(loader, world_size=1) == share(loader, sharded=True) == (loader, None)
@@ -152,12 +146,12 @@ def test_a_batch_that_is_a_dict_of_the_users_own_stays_one():
     assert batch.x.device.type == "cpu"
 
 
-def test_a_metric_that_is_no_number_is_named_in_the_first_step():
+def test_a_metric_that_is_no_number_is_named_in_the_first_step(raises):
     class Logits(Stepper):
         def training_step(self, batch, batch_idx):
             return {"loss": super().training_step(batch, batch_idx), "logits": torch.ones(4, 3)}
 
-    with pytest.raises(TypeError, match=r"'logits' must be a number.* of shape \[4, 3\]"):
+    with raises(TypeError):
         train(Logits)
 
 
@@ -170,7 +164,7 @@ def test_metrics_are_numbers_of_any_kind_or_pairs(value):
 
 @pytest.mark.parametrize("value", [None, "2", [2], [1, 2, 3], ("1", 2), {"a": 1}, np.ones(2)])
 def test_what_is_no_metric(value):
-    with pytest.raises(TypeError, match="'m' must be a number"):
+    with pytest.raises(TypeError, match="'m'"):
         Means().add({"m": value}, 4)
 
 
@@ -179,8 +173,8 @@ class OneShot(Stepper):
         self.train_loader = iter(list(self.train_loader))
 
 
-def test_a_loader_that_is_used_up_is_an_error_and_no_epoch_without_samples():
-    with pytest.raises(RuntimeError, match="no rank's loader gave a batch in this epoch"):
+def test_a_loader_that_is_used_up_is_an_error_and_no_epoch_without_samples(raises):
+    with raises(RuntimeError):
         train(OneShot, epochs=2)
 
 
@@ -197,10 +191,10 @@ class Plateau(Scheduled):
     kind = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
-def test_a_schedule_that_would_not_be_stepped_is_refused_before_training():
-    with pytest.raises(ValueError, match='scheduler_interval must be "epoch" or "step", not \'bat'):
+def test_a_schedule_that_would_not_be_stepped_is_refused_before_training(raises):
+    with raises(ValueError):
         train(Scheduled)
-    with pytest.raises(ValueError, match=r"self.scheduler can't be a ReduceLROnPlateau"):
+    with raises(ValueError):
         train(Plateau)
 
 
@@ -210,10 +204,8 @@ class OtherModel(Stepper):
         self.model = torch.nn.Linear(4, 3)
 
 
-def test_an_optimizer_of_another_model_is_refused():
-    with pytest.raises(
-        ValueError, match=r"self.optimizer has no parameters of self.model, so it w"
-    ):
+def test_an_optimizer_of_another_model_is_refused(raises):
+    with raises(ValueError):
         train(OtherModel)
 
 
@@ -233,11 +225,10 @@ class Scaled(Stepper):
         self.scaling = torch.optim.SGD([self.model[0].weight, self.scale], 0.1)
 
 
-def test_parameters_that_would_be_trained_on_each_worker_by_itself_are_refused():
-    words = r"self.optimizer has parameters that aren't in self.model but in self.criterion. .* "
-    with pytest.raises(ValueError, match=words + r"pass models=\('model', 'criterion'\)"):
+def test_parameters_that_would_be_trained_on_each_worker_by_itself_are_refused(raises):
+    with raises(ValueError):
         train(Margin)
-    with pytest.raises(ValueError, match=r"self.scaling has .* Make them part of self.model\n"):
+    with raises(ValueError):
         train(Scaled)
 
 
@@ -264,10 +255,10 @@ class NoValidation(Stepper):
         self.val_loader = None
 
 
-def test_an_evaluation_that_cannot_be_is_refused_before_the_first_epoch():
-    with pytest.raises(TypeError, match=r"Untested can't be evaluated. Implement validation_"):
+def test_an_evaluation_that_cannot_be_is_refused_before_the_first_epoch(raises):
+    with raises(TypeError):
         train(Untested, eval_interval=5)
-    with pytest.raises(TypeError, match=r"eval_interval=5 requires self.val_loader, which"):
+    with raises(TypeError):
         train(NoValidation, eval_interval=5)
 
 
@@ -278,22 +269,22 @@ class Averaged(TorchWorker):
     training_step = Stepper.training_step
 
 
-def test_a_checkpoint_of_another_kind_of_trainer_is_refused():
+def test_a_checkpoint_of_another_kind_of_trainer_is_refused(raises):
     with DataParallelTrainer(1, worker=Averaged, backend="inline", progress=False) as trainer:
         trainer.train(epochs=1)
         path = trainer.save_checkpoint()
-    with pytest.raises(CheckpointError, match=r"'workers' instead of 'ddp'.*load_model"):
+    with raises(CheckpointError):
         train(Averaged, resume=path)
 
 
-def test_nor_does_another_kind_take_one_of_ddp(tmp_path):
+def test_nor_does_another_kind_take_one_of_ddp(tmp_path, raises):
     with DDPTrainer(1, worker=Averaged, progress=False) as trainer:
         trainer.train(epochs=1)
         path = trainer.save_checkpoint()
     other = DataParallelTrainer(
         1, worker=Averaged, backend="inline", progress=False, run_dir=tmp_path / "other"
     )
-    with pytest.raises(CheckpointError, match="'ddp' instead of 'workers'"):
+    with raises(CheckpointError):
         other.train(epochs=1, resume=path)
 
 
@@ -301,20 +292,20 @@ def test_nor_does_another_kind_take_one_of_ddp(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"timeout": None}, "timeout must be a number of seconds > 0, not None"),
-        ({"timeout": math.inf}, "timeout must be a number of seconds > 0, not inf"),
-        ({"hang_timeout": "60"}, "hang_timeout must be a number of seconds > 0"),
-        ({"clip_norm": True}, "clip_norm must be a number > 0, not True"),
-        ({"on_nonfinite": "skip"}, "on_nonfinite must be one of 'error', 'ignore'"),
-        ({"max_failures": -1}, "max_failures must be an int >= 0"),
-        ({"compile": 3}, "compile must be True, a backend's name or a dict"),
-        ({"static_graph": True, "accumulate": 2}, "static_graph=True and accumulate= can't be"),
+        {"timeout": None},
+        {"timeout": math.inf},
+        {"hang_timeout": "60"},
+        {"clip_norm": True},
+        {"on_nonfinite": "skip"},
+        {"max_failures": -1},
+        {"compile": 3},
+        {"static_graph": True, "accumulate": 2},
     ],
 )
-def test_options_of_the_wrong_kind_are_refused_at_once(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_options_of_the_wrong_kind_are_refused_at_once(options, raises):
+    with raises(ValueError):
         DDPTrainer(2, worker=Stepper, **options)
 
 
@@ -324,22 +315,19 @@ def test_numbers_of_numpy_are_numbers_and_none_is_no_limit():
 
 
 @pytest.mark.parametrize(
-    ("output", "advice"),
+    "output",
     [
-        (0.5, "Return the tensor itself"),
-        (torch.ones(3, 1), r"a tensor of shape \(3, 1\)\. Return its mean"),
-        (None, "A rank can't skip a step"),
-        ({"accuracy": 1.0}, "not dict {'accuracy': 1.0}$"),
+        0.5,
+        torch.ones(3, 1),
+        None,
+        {"accuracy": 1.0},
     ],
 )
-def test_a_loss_that_is_none(output, advice):
-    with pytest.raises(TypeError, match=advice):
+def test_a_loss_that_is_none(output, raises):
+    with raises(TypeError):
         read_output(output, 1)
 
 
-def test_a_worker_that_brings_its_own_ddp_is_told_who_does_that():
+def test_a_worker_that_brings_its_own_ddp_is_told_who_does_that(check_message):
     died = ActorDiedError("ValueError: Default process group has not been initialized, please ...")
-    told = add_rank_context(died, 1, None, None)
-    assert "The ranks join the process group after __init__. The trainer wraps self.model" in str(
-        told
-    )
+    check_message(add_rank_context(died, 1, None, None))

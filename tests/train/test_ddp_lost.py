@@ -136,10 +136,15 @@ PLACES = with_slow(
 )
 
 
+def find_errors(caplog):
+    """Return what the driver logged, such as failed calls whose results were never read."""
+    return [record.getMessage() for record in caplog.records if record.name == "miniray"]
+
+
 @pytest.mark.parametrize(("where", "when", "victim"), PLACES)
-def test_all_goes_on_with_the_same_bits(undisturbed, capfd, where, when, victim):
+def test_all_goes_on_with_the_same_bits(undisturbed, caplog, where, when, victim):
     check_same("none", undisturbed, where, when, victim)
-    assert "nobody asked" not in capfd.readouterr().err
+    assert find_errors(caplog) == []
 
 
 @pytest.mark.parametrize(
@@ -149,17 +154,17 @@ def test_all_goes_on_with_the_same_bits(undisturbed, capfd, where, when, victim)
         [("evaluate", 1, 1), ("met", 2, 0), ("weights", 5, 0), ("state", 3, 1)],
     ),
 )
-def test_where_each_holds_a_part_of_the_model_too(undisturbed_shards, capfd, where, when, victim):
+def test_where_each_holds_a_part_of_the_model_too(undisturbed_shards, caplog, where, when, victim):
     """All are asked for the weights then, and wait for each other."""
     check_same("full", undisturbed_shards, where, when, victim)
-    assert "nobody asked" not in capfd.readouterr().err
+    assert find_errors(caplog) == []
 
 
 def check_same(shard, expected, where, when, victim):
     told, weights, events = run(shard=shard, max_failures=1, where=where, when=when, victim=victim)
     assert [event["event"] for event in events] == ["worker_failed", "ranks_restarted"]
     assert events[0]["worker"] == victim
-    assert "killed by SIGKILL" in events[0]["reason"]
+    assert "SIGKILL" in events[0]["reason"]
     assert told == expected[0]
     assert all(torch.equal(weights[key], value) for key, value in expected[1].items())
 
@@ -175,13 +180,13 @@ def check_same(shard, expected, where, when, victim):
     ),
 )
 def test_without_failures_to_spare_the_one_error_is_the_lost_ranks(
-    capfd, shard, where, when, victim
+    caplog, shard, where, when, victim
 ):
-    with pytest.raises(ActorDiedError, match="killed by SIGKILL") as error:
+    with pytest.raises(ActorDiedError) as error:
         run(shard=shard, where=where, when=when, victim=victim)
-    assert error.value.rank == victim
+    assert (error.value.rank, error.value.signal) == (victim, "SIGKILL")
     assert "Connection" not in str(error.value)
-    assert "nobody asked" not in capfd.readouterr().err
+    assert find_errors(caplog) == []
 
 
 class LookAgain(Callback):
@@ -248,10 +253,10 @@ def test_after_the_run_too(undisturbed):
         assert scores["loss"] == undisturbed[0][-1][1]
         assert trainer.failures == 2
         os.kill(trainer.call_workers("pid")[0], signal.SIGSTOP)
-        with pytest.raises(WorkerTimeoutError, match=r"rank 0 is stopped \(SIGSTOP\)"):
-            trainer.call_workers("met", 1)
-        with pytest.raises(WorkerTimeoutError, match=r"rank 0 is stopped \(SIGSTOP\)"):
-            trainer.model_weights()
+        for call in (lambda: trainer.call_workers("met", 1), trainer.model_weights):
+            with pytest.raises(WorkerTimeoutError, match="SIGSTOP") as caught:
+                call()
+            assert caught.value.rank == 0
 
 
 class SelfEvaluated(Mortal):
@@ -306,6 +311,6 @@ def test_what_code_raises_is_not_tried_again():
 
 
 @pytest.mark.parametrize("shard", ["none", "full"])
-def test_there_are_no_weights_before_there_are_ranks(shard):
-    with pytest.raises(RuntimeError, match="no workers before train"):
+def test_there_are_no_weights_before_there_are_ranks(shard, raises):
+    with raises(RuntimeError):
         DDPTrainer(2, worker=Stepper, shard=shard).model_weights()

@@ -120,7 +120,7 @@ def test_other_ways_to_even_out(places):
     # 57 samples in batches of 4 are 29 or 28 a rank: 8 batches or 7.
     assert [found["samples"] for found in padded] == [8, 8]
     assert [found["samples"] for found in dropped] == [7, 7]
-    with pytest.raises(ValueError, match=r"rank 0: 29, rank 1: 28"):
+    with pytest.raises(ValueError, match=r"\b29\b.*\b28\b"):
         run_ranks(two, uneven="error", n=57)
 
 

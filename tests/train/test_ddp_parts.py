@@ -49,7 +49,7 @@ def test_models_that_differ_name_the_rank_and_the_entry(parameters, entry, golde
     golden(f"models_differ_{'count' if entry is None else 'shape'}.txt", str(error))
 
 
-def test_a_barrier_names_who_is_missing_and_where(host):
+def test_a_barrier_names_who_is_missing_and_where(host, check_message):
     pulses = [HeartbeatSender(host.spec, rank, host.spec.connect()) for rank in range(2)]
     try:
         first, second = pulses
@@ -60,11 +60,9 @@ def test_a_barrier_names_who_is_missing_and_where(host):
         with pytest.raises(BarrierTimeoutError) as failure:
             first.barrier("before-iteration")
         text = str(failure.value)
-        assert (
-            "barrier 'before-iteration' of epoch 5 timed out after 0.2 s waiting for rank 1 of 2"
-            in text
-        )
-        assert re.search(r"rank 1 is in forward, epoch 5, step 3, for ([5-9]|[1-9]\d) s", text)
+        seconds = re.search(r"forward, .* (\d+) s", text)[1]
+        assert int(seconds) >= 5
+        check_message("\n".join(text.splitlines()[:2]).replace(f"{seconds} s", "5 s"))
         assert "test_ddp_parts.py" in text  # its stack: here, one thread is both
         error = failure.value
         assert (error.name, error.missing) == ("before-iteration", (1,))
@@ -116,12 +114,13 @@ def test_the_cpu_time_of_a_place_is_counted_from_the_last_move_on(host):
         pulse.close()
 
 
-def test_a_rank_that_never_came_is_missing_too(host):
+def test_a_rank_that_never_came_is_missing_too(host, raises):
     pulse = HeartbeatSender(host.spec, 1, host.spec.connect())
     pulse.limit = 0.1
     try:
-        with pytest.raises(BarrierTimeoutError, match="rank 0 is in not joined"):
+        with raises(BarrierTimeoutError) as caught:
             pulse.barrier("start")
+        assert (caught.value.name, caught.value.missing) == ("start", (0,))
     finally:
         pulse.close()
 

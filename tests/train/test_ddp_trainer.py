@@ -56,7 +56,7 @@ class Random(Stepper):
 
 
 @pytest.mark.timeout(120)  # processes start slowly on a machine that is busy
-def test_going_on_from_a_checkpoint_gives_the_same_bits(tmp_path):
+def test_going_on_from_a_checkpoint_gives_the_same_bits(tmp_path, warns):
     options = {"worker": Random, "seed": 1, "progress": False}
     with DDPTrainer(2, run_dir="whole", **options) as trainer:
         whole = trainer.train(epochs=4)
@@ -81,7 +81,7 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tmp_path):
 
     # On another number of workers the order of samples and the optimizer's memory go on.
     with DDPTrainer(3, run_dir="parts", resume=True, **options) as trainer:
-        with pytest.warns(UserWarning, match="a run of 2 workers on 3"):
+        with warns(UserWarning):
             result = trainer.train(epochs=3)
         states = trainer.call_workers("optimizer_state")
     assert [r["epoch"] for r in result.history] == [0, 1, 2]

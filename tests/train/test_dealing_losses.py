@@ -109,5 +109,6 @@ def test_rows_follow_results(tmp_path, deaths, failures):
 
 
 def test_replacements_of_replacements_count(tmp_path):
-    with pytest.raises(ActorDiedError, match=r"worker 1, load_data_shard\(\) in epoch 1"):
+    with pytest.raises(ActorDiedError, match=r"load_data_shard\(\)") as caught:
         train(tmp_path, 2, 1, deaths=["train-1-0", "load-1-1", "load-1-2"])
+    assert (caught.value.worker, caught.value.epoch) == (1, 0)

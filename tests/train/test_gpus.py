@@ -162,10 +162,10 @@ def test_fewer_gpus_than_workers_raises_before_workers_start(trainer, options, g
 
 
 @pytest.mark.parametrize(("use_gpu", "num_gpus"), [(True, 0), (False, 0.5)])
-def test_contradicting_options_raise(use_gpu, num_gpus):
+def test_contradicting_options_raise(use_gpu, num_gpus, raises):
     resources = {"num_gpus": num_gpus}
     trainer = Trainer(1, worker=NetWorker, use_gpu=use_gpu, resources_per_worker=resources)
-    with pytest.raises(ValueError, match="contradicts"), trainer:
+    with raises(ValueError), trainer:
         trainer.train(epochs=1)
 
 

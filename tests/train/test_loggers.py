@@ -341,7 +341,7 @@ def test_the_mean_of_steps_of_workers_is_a_metric(tmp_path):
 @pytest.mark.parametrize("method", ["open", "log_config", "log", "log_artifact", "close"])
 def test_a_failing_logger_is_disabled_and_the_run_continues(tmp_path, method):
     failing, healthy = Recorder(fails=method), Recorder()
-    with pytest.warns(UserWarning, match=rf"Recorder\.{method}\(\) failed") as caught:
+    with pytest.warns(UserWarning, match=rf"Recorder\.{method}\(\)") as caught:
         result = train(tmp_path, [failing, healthy], epochs=3)
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -409,7 +409,7 @@ def test_a_full_disk_does_not_hide_the_failing_logger(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run, "append_event", fail)
-    with pytest.warns(UserWarning, match=r"Recorder\.log\(\) failed"):
+    with pytest.warns(UserWarning, match=r"Recorder\.log\(\)"):
         loggers.log({"epoch": 0, "loss": 1.0})
     loggers.close()
 

@@ -142,7 +142,7 @@ def test_rank_that_hangs_is_stopped_after_grace_seconds(own_handler):
     assert time.monotonic() - start < 15 * TIME_SCALE
     state = read_state("hung")
     assert (state["state"], state["step"]) == ("preempted", STEPS)
-    assert "takes longer than 2 s" in state["error"]["message"]
+    assert " 2 s" in state["error"]["message"]
 
 
 def test_newest_snapshot_is_saved_if_a_rank_hangs(own_handler):

@@ -1,6 +1,8 @@
 """``save_pretrained``: the saved model computes what the trained one does."""
 
+import errno
 import json
+import os
 import sys
 import types
 
@@ -245,10 +247,10 @@ def test_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
     class FullDisk(transformers.LlamaForCausalLM):
         def save_pretrained(self, directory):
             (tmp_path / "reached").touch()
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     model = FullDisk(make_llama().config)
-    with pytest.raises(CheckpointError, match="No space left") as caught:
+    with pytest.raises(CheckpointError, match=os.strerror(errno.ENOSPC)) as caught:
         pretrained.save_pretrained(path, make_writer(None, model))
     assert caught.value.entry == str(path)
     assert (tmp_path / "reached").exists()

@@ -29,13 +29,13 @@ def result(tmp_path, history=HISTORY):
     )
 
 
-def test_it_is_a_mapping_of_the_last_epoch(tmp_path):
+def test_it_is_a_mapping_of_the_last_epoch(tmp_path, raises):
     found = result(tmp_path)
     assert found["loss"] == 0.3
     assert dict(found) == HISTORY[-1]
     assert found.get("absent", 5) == 5
     assert "accuracy" in found
-    with pytest.raises(KeyError, match=r"'absent' isn't a metric of the last epoch.*loss"):
+    with raises(KeyError):
         found["absent"]
 
 
@@ -57,11 +57,11 @@ def test_the_best_of_each_metric_by_its_kind_and_the_first_of_equals(tmp_path):
     }
 
 
-def test_the_best_epoch_by_choice(tmp_path):
+def test_the_best_epoch_by_choice(tmp_path, raises):
     found = result(tmp_path)
     assert found.best_epoch("loss") == HISTORY[2]
     assert found.best_epoch("loss", mode="max") == HISTORY[0]
-    with pytest.raises(KeyError, match="no epoch has a number for 'note'"):
+    with raises(KeyError):
         found.best_epoch("note")
     with pytest.raises(ValueError, match="mode"):
         found.best_epoch("loss", mode="best")
@@ -79,22 +79,22 @@ def test_which_way_is_better(name, direction):
     assert better_direction(name) == direction
 
 
-def test_a_run_of_no_epochs(tmp_path):
+def test_a_run_of_no_epochs(tmp_path, raises):
     found = result(tmp_path, [])
     assert found
     assert dict(found) == found.best == found.metrics == {}
     assert "0 epochs" in repr(found)
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with raises(ValueError):
         found.plot()
 
 
-def test_it_says_what_it_is_and_travels(tmp_path):
+def test_it_says_what_it_is_and_travels(tmp_path, check_message):
     found = result(tmp_path)
-    assert repr(found) == f"<TrainResult of 4 epochs: loss=0.3, accuracy=0.8; {tmp_path}>"
+    check_message(repr(found))
     assert pickle.loads(pickle.dumps(found)).best == found.best
 
 
-def test_the_plot_is_a_picture_in_the_run_directory(tmp_path):
+def test_the_plot_is_a_picture_in_the_run_directory(tmp_path, raises):
     pytest.importorskip("matplotlib")
     from PIL import Image
 
@@ -105,7 +105,7 @@ def test_the_plot_is_a_picture_in_the_run_directory(tmp_path):
         assert len(image.convert("RGB").getcolors(1 << 20)) > 10
     chosen = result(tmp_path).plot(tmp_path / "deep" / "one.svg", metrics=["loss"])
     assert "<svg" in chosen.read_text()
-    with pytest.raises(ValueError, match=r"\['note'\].*metrics: epoch, seconds, loss"):
+    with raises(ValueError):
         result(tmp_path).plot(metrics=["note"])
 
 
@@ -118,7 +118,7 @@ def test_the_frame_has_a_row_an_epoch(tmp_path):
 
 
 @pytest.mark.parametrize(("call", "module"), [("plot", "matplotlib"), ("to_frame", "pandas")])
-def test_what_is_missing_is_named(tmp_path, monkeypatch, call, module):
+def test_what_is_missing_is_named(tmp_path, monkeypatch, call, module, raises):
     original = builtins.__import__
 
     def without(name, *arguments, **options):
@@ -129,5 +129,5 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch, call, module):
     for loaded in [name for name in sys.modules if name.split(".")[0] == module]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=rf"{call}\(\) needs {module}: pip install"):
+    with raises(ImportError):
         getattr(result(tmp_path), call)()

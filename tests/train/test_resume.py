@@ -1,6 +1,7 @@
 """Stopping and going on: nothing may differ from never having stopped."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -49,17 +50,17 @@ def test_going_on_gives_the_same_bits_as_never_having_stopped(tmp_path, stop_aft
     assert resumed == straight
 
 
-def test_resuming_says_where_it_looked_when_there_is_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no run of DataParallelTrainer-Noisy with a"):
+def test_resuming_says_where_it_looked_when_there_is_nothing(tmp_path, raises):
+    with raises(CheckpointError):
         DataParallelTrainer(1, worker=Noisy, backend="inline", progress=False).train(
             epochs=1, resume=True
         )
 
 
-def test_a_run_without_checkpoints_is_not_taken_for_one(tmp_path):
+def test_a_run_without_checkpoints_is_not_taken_for_one(tmp_path, raises):
     with make(tmp_path / "run", callbacks=[]) as trainer:
         trainer.train(epochs=1)
-    with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*run.checkpoints"):
+    with raises(CheckpointError):
         make(tmp_path / "other").train(epochs=1, resume=tmp_path / "run")
 
 
@@ -90,14 +91,14 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_used(tmp_path):
     assert [json.loads(line)["epoch"] for line in lines] == [0, 1, 2, 3]
 
 
-def test_another_number_of_workers_goes_on_and_says_what_changed(tmp_path):
+def test_another_number_of_workers_goes_on_and_says_what_changed(tmp_path, warns):
     with make(tmp_path / "run", num_workers=4, sync_interval=5) as trainer:
         trainer.train(epochs=3)
         weights = miniray.get([w.get_weights.remote() for w in trainer.workers])
         apart = [float(w[0][0]) for w in weights]
     assert len(set(apart)) == 4
     with make(tmp_path / "run", num_workers=2, sync_interval=5) as trainer:
-        with pytest.warns(UserWarning, match="a run of 4 workers on 2.*averaged"):
+        with warns(UserWarning):
             trainer.train(epochs=0, resume=True)
         weights = miniray.get([w.get_weights.remote() for w in trainer.workers])
         assert [float(w[0][0]) for w in weights] == pytest.approx([np.mean(apart)] * 2)
@@ -108,9 +109,7 @@ def test_another_strategy_goes_on_from_the_weights_and_says_what_is_lost(tmp_pat
         trainer.train(epochs=4)
         weights = trainer.model_weights()[0]
     with make(tmp_path / "run", sync_strategy="fedadam") as trainer:
-        with pytest.warns(
-            UserWarning, match="was made with sync_strategy='momentum'; .* 'fedadam'"
-        ):
+        with pytest.warns(UserWarning, match="'momentum'.*'fedadam'"):
             trainer.train(epochs=0, resume=True)
         server = miniray.get(trainer.param_server.get_weights.remote())[0]
     assert server.tobytes() == weights.tobytes()
@@ -159,7 +158,7 @@ def test_a_trainer_that_failed_goes_on_from_its_own_run(tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         trainer.train(epochs=3)
     told = capsys.readouterr().err.splitlines()[-1]
-    assert told == f"the run is in {trainer.run.path}; resume=True continues from epoch-00000001"
+    assert re.search(rf"{trainer.run.path}.*resume=True.*epoch-00000001", told)
     with make(None) as other:  # the newest of all runs
         other.train(epochs=1)
     with trainer:
@@ -218,4 +217,5 @@ def test_the_newest_run_is_that_of_the_same_worker(capsys):
     train(Noisy)
     again = train(Counter, 2, resume=True)
     assert (again.run_dir, again.epochs) == (first.run_dir, 2)
-    assert f"resuming {first.run_dir} after epoch 1 of 2\n" in capsys.readouterr().err
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if str(first.run_dir) in line]
+    assert "epoch 1 of 2" in line

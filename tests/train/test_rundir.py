@@ -37,8 +37,8 @@ def test_a_given_name_and_a_given_path(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/abs"])
-def test_a_name_is_a_plain_folder_name(name):
-    with pytest.raises(ValueError, match="plain directory name"):
+def test_a_name_is_a_plain_folder_name(name, raises):
+    with raises(ValueError):
         RunDirectory.open(name=name)
 
 
@@ -46,7 +46,7 @@ def test_a_name_is_a_plain_folder_name(name):
 def test_another_run_is_never_overwritten(trace, tmp_path):
     run = RunDirectory.open(name="x")
     (run.path / trace).mkdir() if trace == "checkpoints" else (run.path / trace).touch()
-    with pytest.raises(FileExistsError, match=r"already contains a run.*resume=True"):
+    with pytest.raises(FileExistsError, match="resume=True"):
         RunDirectory.open(name="x")
     with pytest.raises(FileExistsError):
         RunDirectory.open(tmp_path / "runs" / "x")
@@ -77,8 +77,8 @@ def test_open_accepts_a_directory_without_a_run(tmp_path, files):
     assert {name: (folder / name).read_text() for name in files} == dict.fromkeys(files, "mine")
 
 
-def test_looking_at_nothing_makes_nothing(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no run directory"):
+def test_looking_at_nothing_makes_nothing(tmp_path, raises):
+    with raises(FileNotFoundError):
         RunDirectory(tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
@@ -204,7 +204,7 @@ def test_a_directory_without_run_json_is_unknown_and_a_damaged_one_is_named():
     assert run.read_run() == {}
     assert run.status() == "unknown"
     run.run_file.write_text("{")
-    with pytest.raises(ValueError, match=r"run\.json is damaged"):
+    with pytest.raises(ValueError, match=r"run\.json"):
         run.read_run()
 
 

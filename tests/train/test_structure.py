@@ -266,23 +266,23 @@ Point = collections.namedtuple("Point", "x y")
     ids=lambda odd: type(odd).__name__,
 )  # fmt: skip
 def test_what_has_no_form_is_refused_with_the_way_to_it(odd):
-    with pytest.raises(CheckpointError, match=r"\['workers'\]\[1\]\['loader'\] \(.*allow_pickle"):
+    with pytest.raises(CheckpointError, match=r"\['workers'\]\[1\]\['loader'\].*allow_pickle"):
         through({"workers": [1, {"loader": odd}]})
 
 
-def test_a_state_inside_itself_is_refused():
+def test_a_state_inside_itself_is_refused(raises):
     state = {"a": [1]}
     state["a"].append(state)
-    with pytest.raises(CheckpointError, match="contains itself") as caught:
+    with raises(CheckpointError) as caught:
         through(state)
     assert caught.value.entry == "state['a'][1]"
 
 
-def test_a_state_too_deep_is_refused():
+def test_a_state_too_deep_is_refused(raises):
     state = []
     for _ in range(5000):
         state = [state]
-    with pytest.raises(CheckpointError, match="nested too deeply"):
+    with raises(CheckpointError):
         through(state)
 
 
@@ -303,11 +303,11 @@ def test_pickle_only_by_choice():
     assert through({"d": date}, allow_pickle=True) == {"d": date}
     encoder = Encoder(allow_pickle=True)
     skeleton = encoder.encode({"d": date}, "g")
-    with pytest.raises(CheckpointError, match=r"stored with pickle.*allow_pickle=True") as caught:
+    with pytest.raises(CheckpointError, match="allow_pickle=True") as caught:
         decode(skeleton, {})
     assert caught.value.entry == "d"
 
 
 def test_what_pickle_cannot_store_either_is_said_so():
-    with pytest.raises(CheckpointError, match="pickle can't store it either"):
+    with pytest.raises(CheckpointError, match=r"state\['f'\].*<lambda>"):
         through({"f": lambda: 1}, allow_pickle=True)

@@ -121,8 +121,9 @@ def test_an_inconsistent_header_is_refused_before_memory_is_taken(change, tmp_pa
     path = save_model(tmp_path / "m.safetensors", [np.arange(4.0)])
     header, data = header_of(path)
     change(header)
-    with pytest.raises(CheckpointError, match="can't be read"):
+    with pytest.raises(CheckpointError) as caught:
         load_model(with_header(path, header, data))
+    assert caught.value.entry == str(path)
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path):
@@ -130,7 +131,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match=r"m\.safetensors can't be read"):
+        with pytest.raises(CheckpointError, match=r"m\.safetensors"):
             load_model(path)
     path.write_bytes(whole + b"x")
     with pytest.raises(CheckpointError):
@@ -138,8 +139,9 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
 
 
 def test_no_file_is_said_so(tmp_path):
-    with pytest.raises(CheckpointError, match="No such file"):
+    with pytest.raises(CheckpointError) as caught:
         load_model(tmp_path / "absent.safetensors")
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
 def test_a_failed_write_leaves_the_model_before(tmp_path):

@@ -125,7 +125,7 @@ def test_wandb_offline(tmp_path):
 
 def test_wandb_options_are_checked_in_the_constructor():
     pytest.importorskip("wandb")
-    with pytest.raises(TypeError, match=r"no option 'entitty'\. Did you mean 'entity'\?"):
+    with pytest.raises(TypeError, match=r"'entitty'.*'entity'"):
         WandbLogger("demo", entitty="x")
 
 
@@ -195,7 +195,7 @@ def test_mlflow_errors_in_the_background_disable_the_logger(tmp_path, monkeypatc
     monkeypatch.setattr(tracking.MlflowClient, "log_batch", lambda *_, **__: Lost())
     options = {"progress": False, "backend": "inline", "loggers": "mlflow"}
     trainer = BaseTrainer(1, worker=Counter, run_dir=tmp_path / "run", **options)
-    with trainer, pytest.warns(UserWarning, match=r"MLflowLogger\.close\(\) failed"):
+    with trainer, pytest.warns(UserWarning, match=r"MLflowLogger\.close\(\)"):
         result = trainer.train(2)
     assert (result.epochs, RunDirectory(result.run_dir).status()) == (2, "finished")
 
@@ -206,7 +206,7 @@ def test_mlflow_without_its_server(tmp_path, monkeypatch):
     logger = MLflowLogger("demo", tracking_uri="http://127.0.0.1:9")
     options = {"progress": False, "backend": "inline", "loggers": [logger]}
     trainer = BaseTrainer(1, worker=Counter, run_dir=tmp_path / "run", **options)
-    with trainer, pytest.warns(UserWarning, match=r"MLflowLogger\.open\(\) failed"):
+    with trainer, pytest.warns(UserWarning, match=r"MLflowLogger\.open\(\)"):
         result = trainer.train(2)
     events = RunDirectory(result.run_dir).read_events()
     assert [e["method"] for e in events if e["event"] == "logger_failed"] == ["open"]
