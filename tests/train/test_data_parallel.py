@@ -160,7 +160,6 @@ def test_arguments_of_the_strategy_are_given_by_keyword():
     "arguments",
     [
         {"sync_strategy": "averaged"},
-        {"sync_strategy": "average", "momentun": 0.9},
         {"sync_interval": 0},
         {"sync_intervall": 5},
         {"callback": []},
@@ -173,6 +172,11 @@ def test_arguments_of_the_strategy_are_given_by_keyword():
 def test_unknown_strategies_and_arguments_are_refused_at_once(arguments, raises):
     with raises((ValueError, TypeError)):
         CounterTrainer(2, **arguments)
+
+
+def test_unknown_option_of_a_strategy_is_refused_at_once():
+    with pytest.raises(TypeError, match="'momentun'"):
+        CounterTrainer(2, sync_strategy="average", momentun=0.9)
 
 
 def test_a_sync_nobody_waited_for_is_waited_for():

@@ -358,7 +358,7 @@ def test_options_are_checked_when_the_trainer_is_created():
     for name in ("limit_train_batches", "limit_val_batches", "overfit_batches"):
         with pytest.raises(ValueError, match=name):
             make(**{name: 0})
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="limit_train_batches"):
         make(overfit_batches=1, limit_train_batches=1)
     with pytest.raises(ValueError, match="sanity_batches"):
         make(sanity_batches=-1)
