@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import numpy as np
 
+from miniray.data.sources.base import LazyRows, Source
 from miniray.errors import DataError, RowError
-
-if TYPE_CHECKING:
-    from miniray.data.sources.base import Source
 
 #: File of a row, and its number in the file.
 RowId = tuple[str, int]
@@ -48,33 +46,13 @@ def merge_rows(parts: Sequence[Any], sources: Sequence[Source]) -> Any:
             # The concatenation of one part isn't a copy and would keep its block in memory.
             merged = pa.concat_batches([*parts, parts[-1].slice(0, 0)])
             return sources[0].normalize(merged)
-    return JoinedRows([(part, i) for part in parts for i in range(len(part))])
-
-
-class JoinedRows(Sequence[Any]):
-    """Rows of several sequences, which parse or read them when they are accessed."""
-
-    def __init__(self, places: Sequence[tuple[Any, int]]) -> None:
-        self._places = places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> JoinedRows: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return JoinedRows(self._places[index])
-        part, i = self._places[index]
-        return _get_row(part, i)
+    return LazyRows(_get_row, [(part, i) for part in parts for i in range(len(part))])
 
 
 def take_rows(rows: Any, indices: Sequence[int]) -> Any:
     """Return encoded rows at ``indices``."""
     if not is_record_batch(rows):
-        return JoinedRows([(rows, i) for i in indices])
+        return LazyRows(rows.__getitem__, indices)
     import pyarrow as pa
 
     return pa.concat_batches([rows.slice(i, 1) for i in indices])
@@ -98,7 +76,7 @@ def _create_value_error(rows: Any, name_row: NameRow, error: Exception) -> RowEr
     index, problem = 0, str(error)
     for i in range(len(rows)):
         try:
-            _get_row(rows, i)
+            _get_row((rows, i))
         except (ValueError, OverflowError) as found:
             index, problem = i, str(found)
             break
@@ -106,7 +84,8 @@ def _create_value_error(rows: Any, name_row: NameRow, error: Exception) -> RowEr
     return RowError(f"{file}, row {row} has a value that Python can't hold: {problem}", file, row)
 
 
-def _get_row(rows: Any, index: int) -> Any:
+def _get_row(place: tuple[Any, int]) -> Any:
+    rows, index = place
     return rows.slice(index, 1).to_pylist()[0] if is_record_batch(rows) else rows[index]
 
 

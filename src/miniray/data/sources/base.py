@@ -24,23 +24,23 @@ class LazyRows(Sequence[Any]):
     """Rows that ``read_row`` returns when they are accessed.
 
     Args:
-        read_row: Returns the row with a number.
-        numbers: Numbers of the rows.
+        read_row: Returns the row at a place.
+        places: Places of the rows, such as their numbers.
         nbytes: Memory that the rows take.
     """
 
     def __init__(
-        self, read_row: Callable[[int], Any], numbers: Sequence[int], nbytes: int = 0
+        self, read_row: Callable[[Any], Any], places: Sequence[Any], nbytes: int = 0
     ) -> None:
-        self._read_row, self._numbers, self.nbytes = read_row, numbers, nbytes
+        self._read_row, self._places, self.nbytes = read_row, places, nbytes
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._places)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return LazyRows(self._read_row, self._numbers[index])
-        return self._read_row(self._numbers[index])
+            return LazyRows(self._read_row, self._places[index])
+        return self._read_row(self._places[index])
 
 
 class Source(ABC):
