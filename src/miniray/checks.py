@@ -247,6 +247,8 @@ def _get_parameters(cls: type, extends: type | None = None) -> dict[str, inspect
         for p in parameters:
             if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) or p.name in found:
                 continue
+            if p.name.startswith("_"):  # for classes of miniray only
+                continue
             if not inherited:
                 found[p.name] = p
             elif p.default is not p.empty:
@@ -290,9 +292,10 @@ def suggest_options(
 
         @functools.wraps(init)
         def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
-            if not known.issuperset(kwargs):
+            unknown = [name for name in kwargs if name not in known and not name.startswith("_")]
+            if unknown:
                 # A subclass may have further options, which only its own __init__ accepts.
-                name = next(name for name in kwargs if name not in known)
+                name = unknown[0]
                 all_known = known | get_options(type(self))
                 raise unknown_option(type(self).__name__, name, all_known, hints)
             init(self, *args, **kwargs)

@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_the_same_bits_and_on_another_layout(engine, tmp_path
     ) as trainer:
         trainer.train(0, resume=path)
         assert same(trainer.model_weights(), whole)
-        state = trainer._collect_shared()["optimizer"]["state"]
+        state = trainer._rank_checkpoints.gather_shared()["optimizer"]["state"]
         assert state["1.1.weight"]["exp_avg"].shape == (32, 16)
         assert state["1.1.weight"]["step"].item() == 10
 

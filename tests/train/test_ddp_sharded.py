@@ -117,7 +117,7 @@ def test_a_checkpoint_fits_every_number_of_workers_sharded_or_not(warns):
         path = trainer.save_checkpoint()
         middle = trainer.model_weights()
         trainer.train(epochs=1)
-        expected, state = trainer.model_weights(), trainer._collect_shared()
+        expected, state = trainer.model_weights(), trainer._rank_checkpoints.gather_shared()
         exported = load_model(trainer.save_final_model("model.safetensors"))
         scores = trainer.evaluate()
         assert trainer.evaluate(make_data(1))["num_samples"] == 1  # rank 1 has none of it
@@ -136,7 +136,7 @@ def test_a_checkpoint_fits_every_number_of_workers_sharded_or_not(warns):
     with DDPTrainer(2, run_dir="whole", **options) as trainer:
         trainer.train(epochs=2, resume=path)
         assert apart(trainer.model_weights(), expected) < 1e-5
-        found = trainer._collect_shared()
+        found = trainer._rank_checkpoints.gather_shared()
         other = trainer.save_checkpoint()
     for index, numbers in state["parts"]["optimizer"]["state"].items():
         for key, value in numbers.items():

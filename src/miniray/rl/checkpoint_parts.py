@@ -6,11 +6,13 @@ once, and so is the optimizer if all workers are equal.
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import miniray
+from miniray.rl.config import AdaptiveKL
 from miniray.rl.rollouts.sources import place_of_all
 from miniray.train.workers.group import WorkerGroup
 
@@ -23,6 +25,40 @@ def _send_to_all(group: Any, method: str, value: Any) -> Any:
     ref = miniray.put(value)
     group.map(method, dict.fromkeys(range(len(group.handles)), ref))
     return ref
+
+
+class RunStatePart:
+    """The seed of all workers and the KL coefficient, as the part ``rl``.
+
+    Args:
+        sync: How the workers of this run are kept in sync.
+        seed: The seed; None for any. Workers use the same one to draw the same mini-batches.
+        adaptive: Adapts the KL coefficient, or None.
+    """
+
+    def __init__(self, sync: str, seed: int | None, adaptive: AdaptiveKL | None) -> None:
+        self._sync, self._adaptive = sync, adaptive
+        self.seed = secrets.randbits(62) if seed is None else seed
+
+    def continue_run(self, state: Mapping[str, Any]) -> None:
+        """Take the seed of a loaded run. Raise ``ValueError`` if it had a different ``sync``."""
+        if state["sync"] != self._sync:
+            raise ValueError(
+                f"the checkpoint was saved with sync={state['sync']!r}, but this trainer has "
+                f"sync={self._sync!r}"
+            )
+        self.seed = state["seed"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        kl = None if self._adaptive is None else self._adaptive.state_dict()
+        return {"sync": self._sync, "seed": self.seed, "kl": kl}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the seed and the KL coefficient."""
+        self.continue_run(state)
+        if self._adaptive is not None and state["kl"] is not None:
+            self._adaptive.load_state_dict(state["kl"])
 
 
 class SourcePart:

@@ -36,6 +36,7 @@ from miniray.train.lockstep.process_group import GroupHost
 from miniray.train.lockstep.ranks import CAUSE_TIMEOUT_S, POLL_INTERVAL_S, Answers
 from miniray.train.options import check_seconds
 from miniray.train.workers.budget import is_loss
+from miniray.train.workers.checkpoint_parts import WeightSync
 from miniray.train.workers.errors import ReplacementLostError, add_worker_context
 from miniray.train.workers.group import NO_WORKERS, WorkerGroup, read_unanswered
 
@@ -57,7 +58,7 @@ class _Snapshot:
     states: Sequence[Any]
 
 
-class GradientGroup:
+class GradientGroup(WeightSync):
     """The process group of the workers, and the state from which they restart.
 
     It is a ``WorkerSetup``.
@@ -69,9 +70,6 @@ class GradientGroup:
         get_run_dir: Returns the run directory.
         can_restart: Keep the state after each step, so that all workers can restart.
     """
-
-    #: All workers have the same weights.
-    is_in_sync = True
 
     def __init__(
         self,
@@ -93,6 +91,11 @@ class GradientGroup:
         self._host: GroupHost | None = None
         self._has_joined = False
         self._snapshot: _Snapshot | None = None
+
+    @property
+    def is_in_sync(self) -> bool:
+        """True: all workers have the same weights."""
+        return True
 
     # -- workers ----------------------------------------------------------------------------------
 
@@ -182,14 +185,6 @@ class GradientGroup:
         if self._group is None:
             raise RuntimeError(NO_WORKERS)
         return miniray.get(self._group.ref_of(0, "get_weights"))
-
-    def get_stats(self) -> dict[str, Any]:
-        """Return {}: there is no parameter server."""
-        return {}
-
-    def describe(self) -> dict[str, Any]:
-        """Return the configuration for ``run.json``, besides what the trainer records."""
-        return {}
 
     def stop(self) -> None:
         """Close the store and drop the state. Call this after the workers have stopped."""

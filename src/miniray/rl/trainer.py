@@ -8,9 +8,8 @@ them.
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +19,12 @@ from miniray.checks import check_choice, check_int, show_options
 from miniray.data.plan.shard import split_evenly
 from miniray.errors import NoTokensError
 from miniray.rl.calls import Setup, Worker
-from miniray.rl.checkpoint_parts import OptimizerPart, ReferencePart, SourcePart
+from miniray.rl.checkpoint_parts import (
+    OptimizerPart,
+    ReferencePart,
+    RunStatePart,
+    SourcePart,
+)
 from miniray.rl.config import (
     PROMPTS_PER_STEP,
     AdaptiveKL,
@@ -34,10 +38,12 @@ from miniray.rl.metrics import pool, record
 from miniray.rl.options import check_trainer_kwargs, get_hints, split_trainer_kwargs
 from miniray.rl.rollouts.sources import check_rows, has_batches, steps_per_pass
 from miniray.tracebacks import hides_frames
-from miniray.train.run.checkpointer import Part
+from miniray.train.parts import TrainerParts
 from miniray.train.run.result import TrainResult
+from miniray.train.train_kwargs import KwargRules
 from miniray.train.trainer import BaseTrainer
-from miniray.train.workers.group import NO_WORKERS
+from miniray.train.worker_factory import ActorSettings
+from miniray.train.workers.group import NO_WORKERS, WorkerGroup
 from miniray.train.workers.sync.policy import SyncPolicy
 
 if TYPE_CHECKING:
@@ -94,10 +100,6 @@ class RLTrainer(BaseTrainer):
     config_class: type[Algorithm]
     #: Class of the workers. A subclass of ``RLWorker`` can override any part of a step.
     worker_class: type[Any] = Worker
-    _unit = "step"
-    _kind = "rl"
-    _option_hints = _train_hints = get_hints(Algorithm)
-    _kwargs_methods = ()  # the keyword arguments of train() aren't passed to workers
 
     def __init__(
         self,
@@ -146,14 +148,15 @@ class RLTrainer(BaseTrainer):
             device=device,
             precision=precision,
         )
-        check_trainer_kwargs(type(self), sync, options, self._option_hints)
+        hints = get_hints(self.config_class)
+        check_trainer_kwargs(type(self), sync, options, hints)
         run_options, sync_options = split_trainer_kwargs(options)
         if eval_every_steps is not None:
             if run_options.get("eval_interval"):
                 raise ValueError("pass either eval_every_steps or eval_interval, not both")
             check_int("eval_every_steps", eval_every_steps, 1, " or None")
             run_options["eval_interval"] = eval_every_steps
-        super().__init__(num_workers, worker=self.worker_class, **run_options)
+        num_workers = check_int("num_workers", num_workers, 1)
         prompts = config.prompts_per_step
         if prompts is None and not has_batches(data):
             prompts = PROMPTS_PER_STEP
@@ -168,48 +171,55 @@ class RLTrainer(BaseTrainer):
                 'the KL coefficient of each step. To wait less, use sync="weights" with a longer '
                 "sync_interval."
             )
-        self._factory.uses_torch = device != "cpu"
-        self._factory.preloaded = ("torch._dynamo", "miniray.rl.worker")
-        self._weights.get_shared = self._get_shared_weights
-        self._get_result_fields = lambda: (TrainResult, {"sync": self.get_sync_stats()})
-        self.config = config
-        self.sampling = setup.sampling
         self._has_eval_data = eval_data is not None
-        if self.options.eval_interval and not self._has_eval_data:
+        if run_options.get("eval_interval") and not self._has_eval_data:
             raise ValueError("eval_interval requires eval_data")
-        # All workers use the same seed, because they must draw the same mini-batches.
-        seed = self.options.seed
-        self._run_seed = secrets.randbits(62) if seed is None else seed
-        self._setup = setup
-        self._setup_ref: Any = None
-        kl = config.kl
-        self._adaptive = None if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.horizon)
+        max_failures = check_int("max_failures", run_options.get("max_failures", 0), 0)
         self.sync: SyncPolicy | GradientGroup
+        group_class: Callable[..., WorkerGroup] = WorkerGroup
         if sync == "grad":
-            can_restart = self.options.max_failures > 0
-            gradients = GradientGroup(
+            self.sync = GradientGroup(
                 group_backend,
                 group_timeout,
                 hang_timeout=hang_timeout,
                 get_run_dir=lambda: self.session.directory.path,
-                can_restart=can_restart,
+                can_restart=max_failures > 0,
             )
-            self.sync, self._group_class = gradients, partial(GradientWorkers, gradients=gradients)
+            group_class = partial(GradientWorkers, gradients=self.sync)
         else:
-            averaging = SyncPolicy(self.num_workers, **sync_options)
-            self.checkpointer.register(
-                "sync", averaging, in_workers=True, on_missing=averaging.load_missing_state
-            )
-            self.sync = averaging
+            self.sync = SyncPolicy(num_workers, **sync_options)
         # Only replacements need the reference model again.
-        can_replace = self.options.max_failures > 0 and config.kl.coef > 0
+        can_replace = max_failures > 0 and config.kl.coef > 0
         self._reference = ReferencePart(self._get_group, keep=can_replace)
-        self._setups += [self.sync, self._reference]
-        self.checkpointer.register("rl", Part(self._get_run_state, self._load_run_state))
-        self.checkpointer.register("source", SourcePart(self._get_group), in_workers=True)
-        self.checkpointer.register("reference", self._reference, in_workers=True)
+        parts = TrainerParts(
+            kind="rl",
+            unit="step",
+            kwargs=KwargRules(worker_methods=(), hints=hints),
+            actors=ActorSettings(
+                uses_torch=device != "cpu", preloaded=("torch._dynamo", "miniray.rl.worker")
+            ),
+            setups=(self.sync, self._reference),
+            group_class=group_class,
+            sync=self.sync,
+            find_step_problem=lambda worker_class, group: None,  # each epoch is a step
+        )
+        super().__init__(num_workers, worker=self.worker_class, _parts=parts, **run_options)
+        self.config = config
+        self.sampling = setup.sampling
+        self._setup = setup
+        self._setup_ref: Any = None
+        kl = config.kl
+        self._adaptive = None if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.horizon)
+        self._run_state = RunStatePart(sync, self.options.seed, self._adaptive)
+        register = self.checkpointer.register
+        if isinstance(self.sync, SyncPolicy):
+            missing = self.sync.load_missing_state
+            register("sync", self.sync, in_workers=True, on_missing=missing)
+        register("rl", self._run_state)
+        register("source", SourcePart(self._get_group), in_workers=True)
+        register("reference", self._reference, in_workers=True)
         if sync == "grad":  # the optimizers are equal: one is enough for any number of workers
-            self.checkpointer.register("optimizer", OptimizerPart(self._get_group), in_workers=True)
+            register("optimizer", OptimizerPart(self._get_group), in_workers=True)
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -263,7 +273,7 @@ class RLTrainer(BaseTrainer):
         budget = self._get_group().budget
         failures = budget.failures
         made = self.call_workers(
-            "train_epoch", epoch, epoch=epoch, seed=self._run_seed, kl_coef=kl_coef
+            "train_epoch", epoch, epoch=epoch, seed=self._run_state.seed, kl_coef=kl_coef
         )
         pooled = pool(made)
         line: dict[str, Any] = {"step": epoch + 1, **record(pooled)}
@@ -294,7 +304,7 @@ class RLTrainer(BaseTrainer):
         super()._finish_epoch(epoch, result)
         scores = {name: value for name, value in result.items() if name not in before}
         if scores:
-            self._emit("on_evaluate_end", epoch + 1, scores)
+            self._hooks.emit("on_evaluate_end", epoch + 1, scores)
 
     def call_workers(
         self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
@@ -349,48 +359,21 @@ class RLTrainer(BaseTrainer):
             )
         return scores
 
-    # -- checkpoints ------------------------------------------------------------------------------
+    # -- the run directory and the end ------------------------------------------------------------
 
     def load_checkpoint(self, path: str | Path = "latest") -> int:
         """Restore a checkpoint, including the seed of its run; see ``BaseTrainer``."""
         epoch = super().load_checkpoint(path)
-        if self._loaded is not None:  # the run is described before workers exist
-            self._run_seed = self._loaded["rl"]["seed"]
+        if self._checkpoints.loaded is not None:  # the run is described before workers exist
+            self._run_state.continue_run(self._checkpoints.loaded["rl"])
         return epoch
-
-    def _restore(self, loaded: dict[str, Any]) -> None:
-        before, now = loaded["rl"]["sync"], self._setup.sync
-        if before != now:
-            raise ValueError(
-                f"the checkpoint was saved with sync={before!r}, but this trainer has sync={now!r}"
-            )
-        super()._restore(loaded)
-        while isinstance(self.sync, GradientGroup) and not self.sync.keep(self.state.step):
-            self.checkpointer.restore(loaded, lambda: list(self.workers))
-
-    def _get_run_state(self) -> dict[str, Any]:
-        return {
-            "sync": self._setup.sync,
-            "seed": self._run_seed,
-            "kl": None if self._adaptive is None else self._adaptive.state_dict(),
-        }
-
-    def _load_run_state(self, state: Mapping[str, Any]) -> None:
-        self._run_seed = state["seed"]
-        if self._adaptive is not None and state["kl"] is not None:
-            self._adaptive.load_state_dict(state["kl"])
-
-    def _get_shared_weights(self) -> list[Any] | None:
-        is_shared = self.sync.is_in_sync and not self.state.in_epoch
-        return [self.model_weights()] if is_shared else None
 
     def _describe(self) -> dict[str, Any]:
         return {
             **super()._describe(),
-            **self.sync.describe(),
-            "unit": self._unit,
+            "unit": self._parts.unit,
             "sync": self._setup.sync,
-            "seed": self._run_seed,
+            "seed": self._run_state.seed,
             "algorithm": dataclasses.asdict(self.config),
             "sampling": dataclasses.asdict(self.sampling),
         }
@@ -415,7 +398,6 @@ class PPOTrainer(RLTrainer):
     """
 
     config_class = PPOConfig
-    _option_hints = _train_hints = get_hints(PPOConfig)
 
 
 class GRPOTrainer(RLTrainer):
@@ -426,4 +408,3 @@ class GRPOTrainer(RLTrainer):
     """
 
     config_class = GRPOConfig
-    _option_hints = _train_hints = get_hints(GRPOConfig)

@@ -20,8 +20,6 @@ from miniray.train.run.loggers.base import Logger
 from miniray.train.run.loggers.csv import CSVLogger
 from miniray.train.run.loggers.tensorboard import TensorBoardLogger
 from miniray.train.run.result import better_direction
-from miniray.train.workers.errors import report_replacement_loss
-from miniray.train.workers.group import WorkerGroup
 
 __all__ = ["CSVLogger", "Callback", "Checkpoint", "EarlyStopping", "LRSchedule", "TensorBoard"]
 
@@ -311,22 +309,6 @@ def _get_type(callback: Callback) -> str:
     return type(callback).__qualname__
 
 
-class CallbackSetup:
-    """Call ``on_worker_replaced`` of all callbacks when a replacement is prepared."""
-
-    def __init__(self, trainer: Any, callbacks: Sequence[Callback]) -> None:
-        self._trainer, self._callbacks = trainer, callbacks
-
-    def start(self, group: WorkerGroup) -> None:
-        """Do nothing: ``on_train_start`` is called for new workers."""
-
-    def set_up(self, group: WorkerGroup, worker_id: int) -> None:
-        """Call the callbacks. If a replacement is lost during these calls, replace it again."""
-        for callback in self._callbacks:
-            with report_replacement_loss("on_worker_replaced"):
-                callback.on_worker_replaced(self._trainer, worker_id)
-
-
 def check_callbacks(callbacks: Any) -> tuple[list[Callback], list[Logger]]:
     """Return callbacks as a list, and loggers among them, which are deprecated here.
 
@@ -346,12 +328,6 @@ def check_callbacks(callbacks: Any) -> tuple[list[Callback], list[Logger]]:
             DeprecationWarning,
         )
     return found, loggers
-
-
-def find_checkpoint_steps(callbacks: Sequence[Callback]) -> int | None:
-    """Return ``every_steps`` of the first ``Checkpoint`` that has it, or None."""
-    found = (c.every_steps for c in callbacks if isinstance(c, Checkpoint))
-    return next(filter(None, found), None)
 
 
 def _warn_unless_seen(consequence: str, metric: str, history: list[dict[str, Any]]) -> None:

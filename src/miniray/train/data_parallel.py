@@ -9,18 +9,19 @@ from miniray.checks import check_int, check_options, get_options
 from miniray.ps import Strategy
 from miniray.ps.strategies.base import strategy_names, strategy_options
 from miniray.train.optimizer_steps import OptimizerOptions
-from miniray.train.options import RunOptions
-from miniray.train.run.result import TrainResult
-from miniray.train.run.state import TrainTarget
+from miniray.train.options import WORKER_HINTS, RunOptions
+from miniray.train.parts import TrainerParts
 from miniray.train.segments import SegmentLoop, StepSetup
-from miniray.train.steps import StepActions, StepOptions, check_optional_int
-from miniray.train.torch_worker import trains_steps, uses_training_step
+from miniray.train.steps import StepOptions
+from miniray.train.torch_worker import uses_training_step
+from miniray.train.train_kwargs import KwargRules
 from miniray.train.trainer import BaseTrainer
+from miniray.train.worker_factory import ActorSettings
 from miniray.train.workers.actor import WorkerActor
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.data.feed import DataFeed, ShardLoading
 from miniray.train.workers.data.shards import TrainData
-from miniray.train.workers.group import REQUIRED_METHODS, WorkerGroup
+from miniray.train.workers.group import REQUIRED_METHODS
 from miniray.train.workers.sync.asynchronous import AsyncSync, check_mode
 from miniray.train.workers.sync.policy import SyncPolicy
 
@@ -110,18 +111,18 @@ class DataParallelTrainer(BaseTrainer):
         step_options = StepOptions(
             log_every=log_every,
             eval_every_steps=eval_every_steps,
+            sync_every_steps=sync_every_steps,
             sanity_batches=sanity_batches,
             limit_train_batches=limit_train_batches,
             limit_val_batches=limit_val_batches,
             overfit_batches=overfit_batches,
         )
-        check_optional_int("sync_every_steps", sync_every_steps)
-        check_trainer_options(type(self), sync_strategy, kwargs, self._option_hints)
-        self._step_options = OptimizerOptions(
+        check_trainer_options(type(self), sync_strategy, kwargs, WORKER_HINTS)
+        self._optimizer_options = OptimizerOptions(
             precision=precision, accumulate=accumulate, clip_norm=clip_norm
         )
         options, self._strategy_options = RunOptions.split(kwargs)
-        super().__init__(num_workers, worker=worker, **options)
+        num_workers = check_int("num_workers", num_workers, 1)
         sync_options: dict[str, Any] = {
             "strategy": sync_strategy,
             "interval": sync_interval,
@@ -134,42 +135,37 @@ class DataParallelTrainer(BaseTrainer):
         }
         self.sync: SyncPolicy
         if mode == "async":
-            self.sync = AsyncSync(self.num_workers, staleness=staleness, **sync_options)
+            self.sync = AsyncSync(num_workers, staleness=staleness, **sync_options)
         else:
-            self.sync = SyncPolicy(self.num_workers, **sync_options)
-        given = TrainData.create(data, val_data, batch_size, self.num_workers)
+            self.sync = SyncPolicy(num_workers, **sync_options)
+        given = TrainData.create(data, val_data, batch_size, num_workers)
         self._feed = DataFeed(given) if given else None
-        self._steps = StepActions(
-            step_options,
-            self.state,
-            self.callbacks,
-            self.num_workers,
-            evaluate=self._evaluate_for_record,
-            write=self.loggers.log_step,
-            emit=self._emit,
-        )
-        self._sync_every_steps = sync_every_steps
-        self._segments = SegmentLoop(
-            self.state, self._steps, self.sync, self._feed, sync_every_steps
-        )
-        self._has_steps: bool | None = None  # of the workers, once they exist
-        if data is not None:
-            self._own_kwargs = ("batch_size",)
-        self._factory.preloaded = ("miniray.train.torch_worker",)
-        self._weights.get_shared = self._get_shared_weights
-        self._final_weights = self.sync.final_weights
-        self._get_result_fields = self._get_sync_result
+        self._segments = SegmentLoop(self.sync, self._feed)
         self._step_setup = StepSetup(
-            self.state, step_options, lambda: self._target, self._trains_steps
+            step_options, lambda: (self.state, self._target), self._segments.is_supported
         )
         data_setup = self._feed or ShardLoading()
-        self._setups += [self._step_options, data_setup, self._step_setup, self.sync]
+        parts = TrainerParts(
+            kwargs=KwargRules(used=() if data is None else ("batch_size",)),
+            actors=ActorSettings(
+                wrapper=None if self._feed is None else WorkerActor,
+                preloaded=("miniray.train.torch_worker",),
+            ),
+            setups=(self._optimizer_options, data_setup, self._step_setup, self.sync),
+            sync=self.sync,
+            step_options=step_options,
+            find_step_problem=self._segments.find_problem,
+            check_validation=self._step_setup.check_validation,
+        )
+        super().__init__(num_workers, worker=worker, _parts=parts, **options)
+        cls = self._factory.user_class
+        if cls is not None and step_options.describe_limits() and not uses_training_step(cls):
+            raise step_options.create_limits_error(cls.__name__)
         self.checkpointer.register(
             "sync", self.sync, in_workers=True, on_missing=self.sync.load_missing_state
         )
         if self._feed is not None:
-            feed, self._factory.wrapper = self._feed, WorkerActor
-            self.checkpointer.register("data", feed, in_workers=True, on_missing=lambda: None)
+            self.checkpointer.register("data", self._feed, in_workers=True, on_missing=lambda: None)
 
     # -- parameter sync ---------------------------------------------------------------------------
 
@@ -219,10 +215,11 @@ class DataParallelTrainer(BaseTrainer):
         if isinstance(self.sync, AsyncSync):
             assert self._target.epochs is not None
             return aggregate(self.sync.finish(epoch, self._target.epochs, kwargs))
-        if self._trains_steps():
-            self._step_setup.start_epoch(self._get_group())
+        group = self._get_group()
+        if self._segments.is_supported(group):
+            self._step_setup.start_epoch(group)
             result = self._segments.train(
-                self._get_group(), epoch, kwargs, self._target, act=self._act
+                group, epoch, kwargs, self._target, self._steps, act=self._act
             )
         else:
             result = aggregate(self.call_workers("train_epoch", epoch, epoch=epoch, **kwargs))
@@ -233,8 +230,8 @@ class DataParallelTrainer(BaseTrainer):
     def _is_sync_due(self, epoch: int) -> bool:
         if self.state.step_in_epoch:  # the run stops inside the epoch
             return False
-        if self._sync_every_steps is not None:
-            return self._segments.is_sync_due()
+        if self._steps.options.sync_every_steps is not None:
+            return self._steps.is_sync_due()
         return self.sync.is_due(epoch)
 
     def _act(self, result: Mapping[str, Any]) -> bool:
@@ -242,41 +239,6 @@ class DataParallelTrainer(BaseTrainer):
         if self.session.signals.number is None:  # else time is short
             self._steps.act(self, result)
         return self.should_stop
-
-    def _trains_steps(self) -> bool:
-        """Return whether the workers have ``train_steps``, and no other way to train an epoch."""
-        if self._has_steps is None:
-            group = self._get_group()
-            self._has_steps = group.has("train_steps")
-            if self._has_steps and group.has("_has_own_loop"):
-                self._has_steps = not any(group.call("_has_own_loop", lambda _: (), {}))
-        return self._has_steps
-
-    def _check_steps(self, steps: int | None) -> None:
-        cls = None if self._factory.cls is None else self._factory.cls._spec.cls
-        can = self.sync.mode == "sync" and (cls is None or trains_steps(cls))
-        self._check_step_options(TrainTarget(steps=steps), can)
-        options = self._steps.options
-        if cls is not None and options.describe_limits() and not uses_training_step(cls):
-            raise options.create_limits_error(cls.__name__)
-
-    def _check_target(self) -> None:
-        self._check_step_options(self._target, self.sync.mode == "sync" and self._trains_steps())
-
-    def _check_step_options(self, target: TrainTarget, can_count: bool) -> None:
-        """Raise ``TypeError`` for an option that needs steps, if workers have none."""
-        requested = self._steps.list_requested(target)
-        if self._sync_every_steps is not None:
-            requested.append("sync_every_steps")
-        if not requested or can_count:
-            return
-        if self.sync.mode != "sync":
-            raise TypeError(f'{requested[0]} needs mode="sync": no worker waits for a step')
-        raise TypeError(
-            f"{requested[0]} of {type(self).__name__} needs workers with train_steps(epoch, start, "
-            "stop), such as a TorchWorker without its own train_epoch. With train_epoch alone, the "
-            "steps are the workers' own"
-        )
 
     def call_workers(
         self, method: str, /, *args: Any, epoch: int | None = None, **kwargs: Any
@@ -289,69 +251,19 @@ class DataParallelTrainer(BaseTrainer):
         result["synced"] = self.sync.settle(epoch)
         if self._feed is not None:
             self._feed.end_epoch()
-        before = set(result)
         super()._finish_epoch(epoch, result)
-        scores = {name: value for name, value in result.items() if name not in before}
-        result.update(self._steps.evaluate_if_due(scores))
 
-    # -- workers ----------------------------------------------------------------------------------
-
-    def _start_workers(self) -> None:
-        super()._start_workers()
-        if not self.state.step and not self._target.is_reached(self.state):
-            self._step_setup.check_validation(self._get_group())
-
-    def _create_group(self) -> WorkerGroup:
-        self.sync.start_at(self.epoch)
-        self._has_steps = None
-        self._segments.restore()
-        return super()._create_group()
-
-    # -- the model, checkpoints -------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------
 
     def model_weights(self) -> Any:
         """Return the trained weights: those of worker 0, or of the server with ``mode="async"``."""
         return self.sync.get_weights()
 
-    def _restore(self, loaded: dict[str, Any]) -> None:
-        self.sync.pause()  # what asynchronous workers push now is newer than the checkpoint
-        self.sync.start_at(self.epoch)
-        super()._restore(loaded)
-        self._segments.restore()
-        is_other_size = loaded["workers"]["count"] != self.num_workers
-        if self.state.step_in_epoch and is_other_size and not loaded.get("data"):
-            self._restart_epoch()
-        if len(loaded["weights"] or ()) > 1:
-            self.sync.start_epoch()  # the workers' weights differ
-
-    def _restart_epoch(self) -> None:
-        """Restart the epoch, because the new shards of the workers contain different rows."""
-        epoch_start = self.state.step - self.state.step_in_epoch
-        text = (
-            f"the checkpoint of step {self.state.step} is inside an epoch, whose rows are sharded "
-            f"again: training continues at the start of this epoch, step {epoch_start}. Data of "
-            "miniray.data as data= would continue with the remaining rows"
-        )
-        self._warn_of_change("epoch_restarted", text)
-        self.state.step, self.state.step_in_epoch = epoch_start, 0
-        self.session.directory.truncate_steps(epoch_start)
-
-    def _get_shared_weights(self) -> list[Any] | None:
-        """Return the weights that all workers have. None inside an epoch, or if they differ."""
-        self.sync.pause()
-        is_shared = self.sync.is_in_sync and not self.state.in_epoch
-        return [self.model_weights()] if is_shared else None
-
-    def _get_sync_result(self) -> tuple[type[TrainResult], dict[str, Any]]:
-        self.sync.pause()  # after an early stop, asynchronous workers may be an epoch ahead
-        return TrainResult, {"sync": self.get_sync_stats()}
-
     def _describe(self) -> dict[str, Any]:
         strategy_options = {k: repr(v) for k, v in self._strategy_options.items()}
         return {
             **super()._describe(),
-            **self.sync.describe(),
-            **self._step_options.given,
+            **self._optimizer_options.given,
             **self._steps.options.describe_limits(),
             "strategy_options": strategy_options,
         }

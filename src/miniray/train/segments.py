@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from miniray.core import session
 from miniray.train.run.records import number
 from miniray.train.run.step_log import LogWindow
+from miniray.train.torch_worker import trains_steps
 from miniray.train.workers.aggregate import aggregate
 
 if TYPE_CHECKING:
@@ -33,33 +34,38 @@ class SegmentLoop:
     """Trains epochs in segments; see the module.
 
     Args:
-        state: The position of the run.
-        steps: Acts between two segments.
         sync: Combines the weights.
         feed: The data of the trainer; None if the workers load their own.
-        sync_every: Steps between two syncs; None to sync after epochs.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        steps: StepActions,
-        sync: SyncPolicy,
-        feed: DataFeed | None,
-        sync_every: int | None,
-    ) -> None:
-        self._state, self._steps, self._sync, self._feed = state, steps, sync, feed
-        self._sync_every = sync_every
+    def __init__(self, sync: SyncPolicy, feed: DataFeed | None) -> None:
+        self._sync, self._feed = sync, feed
         self._step_seconds: float | None = None
-        self._handles: list[Any] | None = None  # of workers that have trained to this step
+        self._group: WorkerGroup | None = None  # the group that ``_has_steps`` is about
+        self._has_steps = False
 
-    def is_sync_due(self) -> bool:
-        """Return whether ``sync_every`` asks for a sync at this step."""
-        return bool(self._sync_every) and self._state.step % (self._sync_every or 1) == 0
+    def find_problem(self, worker_class: Any, group: Any) -> str | None:
+        """Return what is missing to count steps; None if nothing is, or if it isn't known yet."""
+        if self._sync.mode != "sync":
+            return 'mode="sync": with mode="async", no worker waits for a step'
+        if group is None:
+            can = worker_class is None or trains_steps(worker_class)
+        else:
+            can = self.is_supported(group)
+        if can:
+            return None
+        return (
+            "workers with train_steps(epoch, start, stop), such as a TorchWorker without its own "
+            "train_epoch. With train_epoch alone, the steps are the workers' own"
+        )
 
-    def restore(self) -> None:
-        """Note that all workers are at the position of the run."""
-        self._handles = None
+    def is_supported(self, group: WorkerGroup) -> bool:
+        """Return whether the workers have ``train_steps``, and no other way to train an epoch."""
+        if self._group is not group:
+            self._group, self._has_steps = group, group.has("train_steps")
+            if self._has_steps and group.has("_has_own_loop"):
+                self._has_steps = not any(group.call("_has_own_loop", lambda _: (), {}))
+        return self._has_steps
 
     def train(
         self,
@@ -67,6 +73,7 @@ class SegmentLoop:
         epoch: int,
         kwargs: Mapping[str, Any],
         target: TrainTarget,
+        steps: StepActions,
         *,
         act: Callable[[Mapping[str, Any]], bool],
     ) -> dict[str, Any]:
@@ -75,39 +82,32 @@ class SegmentLoop:
         ``act(result)`` is called between two segments. It returns whether to stop.
         """
         kwargs = {k: v for k, v in kwargs.items() if k not in ("epoch", "start", "stop")}
-        state, steps = self._state, self._steps
+        state = steps.state
         epoch_start = state.step - state.step_in_epoch
-        count = self._count_steps(group, epoch)
+        count = _count_steps(group, epoch, state.step_in_epoch)
         while True:
             start, began = state.step_in_epoch, time.monotonic()
-            due = steps.find_pause(target, count, [self._sync_every])
-            pause = steps.find_pause(target, count, [self._sync_every, self._choose_pause()])
+            due = steps.find_pause(target, count)
+            pause = steps.find_pause(target, count, [self._choose_pause(steps.options.log_every)])
             stop = None if pause is None else pause - epoch_start
-            results = self._train_segment(group, epoch, start, stop, kwargs)
-            done = max(self._take_steps(i, result) for i, result in enumerate(results))
+            synced = _find_synced_step(steps, start)
+            results = self._train_segment(group, epoch, start, stop, synced, kwargs)
+            done = max(_take_steps(i, result) for i, result in enumerate(results))
             is_complete = stop is None or done < stop
             state.report_step(epoch_start + done, 0 if is_complete else done)
             if done > start:
                 self._step_seconds = (time.monotonic() - began) / (done - start)
-            self._log(group, at_once=is_complete or state.step == due)
+            _log(group, steps, at_once=is_complete or state.step == due)
             result = {"step": state.step, **aggregate(results)}
             if is_complete:
                 return result
-            if self.is_sync_due():
+            if steps.is_sync_due():
                 self._sync.sync(epoch)
                 self._sync.settle(epoch)
             if act(result) or target.is_reached(state):
                 return result
 
-    def _count_steps(self, group: WorkerGroup, epoch: int) -> int | None:
-        """Return the steps of an epoch of the worker with the most; None if they aren't known."""
-        if not group.has("count_steps"):
-            return None
-        start = self._state.step_in_epoch
-        counts = group.call("count_steps", lambda _: (epoch, start), {})
-        return None if None in counts else max(counts)
-
-    def _choose_pause(self) -> int | None:
+    def _choose_pause(self, log_every: int) -> int | None:
         """Return the number of steps between two pauses for logging and for signals.
 
         There are none if the workers share a process: its random numbers would depend on them.
@@ -116,10 +116,8 @@ class SegmentLoop:
             return None
         if self._step_seconds is None:
             return 1
-        steps, every = max(1, int(_PAUSE_S / self._step_seconds)), self._steps.options.log_every
-        return steps - steps % every if steps > every else steps
-
-    # -- segments ---------------------------------------------------------------------------------
+        steps = max(1, int(_PAUSE_S / self._step_seconds))
+        return steps - steps % log_every if steps > log_every else steps
 
     def _train_segment(
         self,
@@ -127,51 +125,61 @@ class SegmentLoop:
         epoch: int,
         start: int,
         stop: int | None,
+        synced: int,
         kwargs: Mapping[str, Any],
     ) -> list[Any]:
-        """Train a segment on all workers, and return the results by worker id."""
-        if self._handles is None or not start:
-            self._handles = list(group.handles)
-        known, synced = self._handles, self._find_synced_step(start)
+        """Train a segment on all workers, and return the results by worker id.
+
+        A replacement has the weights of step ``synced``, and trains what came after it.
+        """
+        if not start:
+            group.replaced.clear()
         method = "train_steps" if self._feed is None else "train_steps_on_shard"
 
         def submit(worker_id: int) -> Any:
-            # A replacement has the weights of the last sync, and trains what came after it.
-            is_known = group.handles[worker_id] is known[worker_id]
-            first = start if is_known else synced
+            first = synced if worker_id in group.replaced else start
             return group.submit(worker_id, method, epoch, first, stop, **kwargs)
 
         self._sync.start_epoch()
         answers = group.call_some(range(group.count), submit, method, epoch)
-        self._handles = list(group.handles)
+        group.replaced.clear()
         results = [answers[worker_id] for worker_id in range(group.count)]
         return results if self._feed is None else self._feed.take_states(results)
 
-    def _find_synced_step(self, start: int) -> int:
-        """Return the step of this epoch after which the weights were synced."""
-        if not self._sync_every:
-            return 0
-        return max(0, start - self._state.step % self._sync_every)
 
-    def _take_steps(self, worker_id: int, result: Any) -> int:
-        """Remove ``num_steps`` from the result of a worker and return it."""
-        steps = number(result.pop("num_steps", None)) if isinstance(result, dict) else None
-        if steps is None:
-            raise TypeError(
-                f"worker {worker_id}: train_steps(epoch, start, stop) must return a dict of "
-                "results with num_steps, the number of completed steps of the epoch, not "
-                f"{result!r:.200}"
-            )
-        return int(steps)
+def _count_steps(group: WorkerGroup, epoch: int, start: int) -> int | None:
+    """Return the steps of an epoch of the worker with the most; None if they aren't known."""
+    if not group.has("count_steps"):
+        return None
+    counts = group.call("count_steps", lambda _: (epoch, start), {})
+    return None if None in counts else max(counts)
 
-    def _log(self, group: WorkerGroup, *, at_once: bool) -> None:
-        """Log what the workers have trained since the last record."""
-        state, logs = self._state, self._steps.logs
-        is_due = at_once or state.step == 1 or state.step % self._steps.options.log_every == 0
-        if is_due and group.has("take_log"):
-            windows: Sequence[LogWindow] = group.call("take_log", lambda _: (), {})
-            logs.add(window._replace(step=state.step, epoch=state.epoch) for window in windows)
-        self._steps.log(at_once=at_once)
+
+def _find_synced_step(steps: StepActions, start: int) -> int:
+    """Return the step of this epoch after which the weights were synced."""
+    every = steps.options.sync_every_steps
+    return 0 if every is None else max(0, start - steps.state.step % every)
+
+
+def _take_steps(worker_id: int, result: Any) -> int:
+    """Remove ``num_steps`` from the result of a worker and return it."""
+    steps = number(result.pop("num_steps", None)) if isinstance(result, dict) else None
+    if steps is None:
+        raise TypeError(
+            f"worker {worker_id}: train_steps(epoch, start, stop) must return a dict of results "
+            f"with num_steps, the number of completed steps of the epoch, not {result!r:.200}"
+        )
+    return int(steps)
+
+
+def _log(group: WorkerGroup, steps: StepActions, *, at_once: bool) -> None:
+    """Log what the workers have trained since the last record."""
+    state = steps.state
+    is_due = at_once or state.step == 1 or state.step % steps.options.log_every == 0
+    if is_due and group.has("take_log"):
+        windows: Sequence[LogWindow] = group.call("take_log", lambda _: (), {})
+        steps.logs.add(window._replace(step=state.step, epoch=state.epoch) for window in windows)
+    steps.log(at_once=at_once)
 
 
 class StepSetup:
@@ -180,21 +188,19 @@ class StepSetup:
     It is a ``WorkerSetup``. Workers create the schedulers that depend on the length.
 
     Args:
-        state: The position of the run.
         options: The options of the trainer.
-        get_target: Returns where the run ends.
+        get_position: Returns the position of the run, and where it ends.
         trains_steps: Returns whether the workers' ``train_steps`` trains their epochs.
     """
 
     def __init__(
         self,
-        state: TrainState,
         options: StepOptions,
-        get_target: Callable[[], TrainTarget],
-        trains_steps: Callable[[], bool],
+        get_position: Callable[[], tuple[TrainState, TrainTarget]],
+        trains_steps: Callable[[WorkerGroup], bool],
     ) -> None:
-        self._state, self._options = state, options
-        self._get_target, self._trains_steps = get_target, trains_steps
+        self._options = options
+        self._get_position, self._trains_steps = get_position, trains_steps
         self._epoch_steps: int | None = None  # of each epoch, if the number is known and fixed
         self._length: RunLength | None = None  # what workers know; None if they don't count steps
 
@@ -205,7 +211,7 @@ class StepSetup:
             if not group.has("_set_limits"):
                 raise self._options.create_limits_error(group.handles[0]._info.class_name)
             group.call("_set_limits", lambda _: (self._options,), {})
-        if group.has("_prepare_steps") and self._trains_steps():
+        if group.has("_prepare_steps") and self._trains_steps(group):
             counts = group.call("_count_equal_epochs", lambda _: (), {})
             self._epoch_steps = None if None in counts else max(counts)
             self._call(group, "_prepare_steps")
@@ -229,7 +235,7 @@ class StepSetup:
             group.call("_check_validation", lambda i: (i, count, limit), {})
 
     def _call(self, group: WorkerGroup, method: str) -> None:
-        state, target = self._state, self._get_target()
+        state, target = self._get_position()
         first_step = state.step - state.step_in_epoch
         total = target.count_steps(state, self._epoch_steps)
         length = self._length = RunLength(first_step, target.epochs, total)

@@ -24,6 +24,7 @@ class StepOptions:
 
     log_every: int = 10
     eval_every_steps: int | None = None
+    sync_every_steps: int | None = None
     sanity_batches: int = 2
     limit_train_batches: int | None = None
     limit_val_batches: int | None = None
@@ -33,7 +34,7 @@ class StepOptions:
         object.__setattr__(self, "log_every", check_int("log_every", self.log_every, 1))
         sanity = check_int("sanity_batches", self.sanity_batches, 0)
         object.__setattr__(self, "sanity_batches", sanity)
-        for name in ("eval_every_steps", *_LIMITS):
+        for name in ("eval_every_steps", "sync_every_steps", *_LIMITS):
             object.__setattr__(self, name, check_optional_int(name, getattr(self, name)))
         if self.overfit_batches is not None and self.limit_train_batches is not None:
             raise ValueError("pass either overfit_batches or limit_train_batches, not both")
@@ -68,6 +69,10 @@ class StepOptions:
         return {name: value for name, value in limits.items() if value is not None}
 
 
+#: Returns what a trainer needs to count steps, for errors; None if it counts them. The arguments
+#: are the worker class, if it is known, and the workers' group, once it has started.
+FindStepProblem = Callable[[Any, Any], str | None]
+
 _LIMITS = ("limit_train_batches", "limit_val_batches", "overfit_batches")
 
 
@@ -81,6 +86,7 @@ class StepActions:
 
     Args:
         options: The options of the trainer.
+        find_problem: Returns why the trainer can't count steps.
         state: The position of the run.
         callbacks: The callbacks of the trainer, some of which may be a ``Checkpoint``.
         num_workers: Number of workers whose log windows are merged.
@@ -92,6 +98,7 @@ class StepActions:
     def __init__(
         self,
         options: StepOptions,
+        find_problem: FindStepProblem,
         state: TrainState,
         callbacks: Sequence[Callback],
         num_workers: int,
@@ -101,7 +108,7 @@ class StepActions:
         emit: Callable[..., None],
     ) -> None:
         self.options, self.logs = options, LogMerger(num_workers)
-        self._state, self._callbacks = state, callbacks
+        self._find_problem, self.state, self._callbacks = find_problem, state, callbacks
         self._evaluate, self._write, self._emit = evaluate, write, emit
 
     @property
@@ -115,8 +122,16 @@ class StepActions:
             "train(steps=...)": target.steps,
             "eval_every_steps": self.options.eval_every_steps,
             "Checkpoint(every_steps=...)": any(c.every_steps for c in self.checkpoints) or None,
+            "sync_every_steps": self.options.sync_every_steps,
         }
         return [name for name, value in requested.items() if value is not None]
+
+    def check(self, target: TrainTarget, trainer: str, worker_class: Any, group: Any) -> None:
+        """Raise ``TypeError`` for an option that needs to count steps, if workers count none."""
+        requested = self.list_requested(target)
+        problem = self._find_problem(worker_class, group) if requested else None
+        if problem is not None:
+            raise TypeError(f"{requested[0]} of {trainer} needs {problem}")
 
     def find_pause(
         self, target: TrainTarget, steps_per_epoch: int | None, every: Iterable[int | None] = ()
@@ -128,8 +143,10 @@ class StepActions:
             steps_per_epoch: Steps of the current epoch, if known.
             every: Further intervals at which the driver acts.
         """
-        step = self._state.step
-        intervals = [self.options.eval_every_steps, *(c.every_steps for c in self.checkpoints)]
+        step = self.state.step
+        options = self.options
+        intervals = [options.eval_every_steps, options.sync_every_steps]
+        intervals += [callback.every_steps for callback in self.checkpoints]
         pauses = [step - step % n + n for n in (*intervals, *every) if n]
         if target.steps is not None:
             pauses.append(target.steps)
@@ -138,7 +155,12 @@ class StepActions:
         pause = min(pauses)
         if steps_per_epoch is None:
             return pause
-        return pause if pause < step - self._state.step_in_epoch + steps_per_epoch else None
+        return pause if pause < step - self.state.step_in_epoch + steps_per_epoch else None
+
+    def is_sync_due(self) -> bool:
+        """Return whether ``sync_every_steps`` asks for a sync at this step."""
+        every = self.options.sync_every_steps
+        return every is not None and self.state.step % every == 0
 
     def act(self, trainer: Any, result: Mapping[str, Any]) -> None:
         """Evaluate and write a checkpoint if they are due after a step inside an epoch.
@@ -147,7 +169,7 @@ class StepActions:
             trainer: The trainer, for callbacks.
             result: The metrics of the epoch up to this step.
         """
-        self._state.part_metrics = {**result, **self.evaluate_if_due({})}
+        self.state.part_metrics = {**result, **self.evaluate_if_due({})}
         for callback in self.checkpoints:
             callback.save_if_due(trainer)
 
@@ -156,11 +178,11 @@ class StepActions:
 
         ``scores`` of an evaluation at the same step are used if there are any.
         """
-        step, every = self._state.step, self.options.eval_every_steps
+        step, every = self.state.step, self.options.eval_every_steps
         if not every or step % every:
             return {}
         scores = dict(scores) or self._evaluate()
-        self._write({"step": step, "epoch": self._state.epoch, **scores})
+        self._write({"step": step, "epoch": self.state.epoch, **scores})
         self._emit("on_evaluate_end", step, scores)
         return scores
 

@@ -1,18 +1,15 @@
 """``BaseTrainer``: the epoch loop and the hooks.
 
-A trainer has parts: ``session`` (engine and run directory), ``state`` (position of the run),
-``checkpointer``, ``callbacks``, a group of workers, and the ``setups`` that prepare each worker.
-Subclasses add parts, such as parameter sync.
+Classes of trainers differ in the parts that they pass to it (``TrainerParts``), and in three
+methods that they may override: ``_describe``, ``_create_group`` and ``_finish_epoch``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,19 +17,13 @@ from typing import TYPE_CHECKING, Any
 import miniray
 from miniray.checks import check_int, suggest_options
 from miniray.core import session
-from miniray.counting import format_epoch
 from miniray.doctor.runfile import mask_secrets
 from miniray.tracebacks import hides_frames
 from miniray.train import pretrained
-from miniray.train.callbacks import (
-    CallbackSetup,
-    CallbackStates,
-    check_callbacks,
-    find_checkpoint_steps,
-)
-from miniray.train.options import IN_WORKER_HINTS, WORKER_HINTS, RunOptions, check_resume, warn
+from miniray.train.callbacks import CallbackStates, check_callbacks
+from miniray.train.options import WORKER_HINTS, RunOptions, check_resume
+from miniray.train.parts import TrainerParts
 from miniray.train.run.checkpointer import Checkpointer
-from miniray.train.run.checkpoints.format import LateState
 from miniray.train.run.checkpoints.store import CheckpointStore
 from miniray.train.run.directory import RunDirectory
 from miniray.train.run.loggers.logger_list import LoggerList
@@ -42,24 +33,15 @@ from miniray.train.run.result import TrainResult
 from miniray.train.run.session import RunSession
 from miniray.train.run.state import TrainState, TrainTarget, check_length
 from miniray.train.run.tensors.modelfile import save_model
-from miniray.train.train_kwargs import check_names, check_train_kwargs
+from miniray.train.steps import StepActions
+from miniray.train.train_kwargs import Hooks, check_names
 from miniray.train.worker_factory import WorkerFactory
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.budget import FailureBudget
-from miniray.train.workers.checkpoint_parts import (
-    WorkerStates,
-    WorkerWeights,
-    describe_other_size,
-)
+from miniray.train.workers.checkpoint_parts import WorkerCheckpoints
 from miniray.train.workers.context import create_environment
 from miniray.train.workers.evaluate import evaluate_on
-from miniray.train.workers.group import (
-    NO_WORKERS,
-    WorkerGroup,
-    WorkerSetup,
-    create_worker_actor,
-    filter_kwargs,
-)
+from miniray.train.workers.group import NO_WORKERS, create_worker_actor
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -99,52 +81,42 @@ class BaseTrainer:
 
     #: Methods that every worker must have, besides those that the trainer calls.
     required_methods: Sequence[str] = ()
-    #: Worker methods that receive the keyword arguments of ``train()``.
-    _kwargs_methods: Sequence[str] = (
-        *("__init__", "setup", "load_data_shard", "train_epoch", "train_steps", "evaluate"),
-    )
-    #: Keyword arguments of ``train()`` that the trainer uses itself.
-    _own_kwargs: Sequence[str] = ()
-    #: Hints for names that aren't options of the trainer, or parameters of ``train()``.
-    _option_hints: Mapping[str, str] = WORKER_HINTS
-    _train_hints: Mapping[str, str] = IN_WORKER_HINTS
-    #: Unit of the progress bar.
-    _unit = "epoch"
-    #: Whether ``train(steps=...)`` works: ``state.step`` is known inside an epoch.
-    _counts_steps = False
-    #: Trainers of one kind can load each other's checkpoints.
-    _kind = "workers"
 
     def __init__(
-        self, num_workers: int = 4, *, worker: Any = None, **options: Unpack[RunKwargs]
+        self,
+        num_workers: int = 4,
+        *,
+        worker: Any = None,
+        _parts: TrainerParts | None = None,
+        **options: Unpack[RunKwargs],
     ) -> None:
         self.num_workers = check_int("num_workers", num_workers, 1)
         self.options = RunOptions(**options)
-        self._factory = WorkerFactory(type(self), worker, self.options)
+        self._parts = parts = TrainerParts() if _parts is None else _parts
+        self._factory = WorkerFactory(type(self), worker, self.options, parts.actors)
         self.callbacks, deprecated = check_callbacks(self.options.callbacks)
         self.loggers = LoggerList([*create_loggers(self.options.loggers), *deprecated])
         self.session = RunSession(self._factory.title, self.options)
         self.state = TrainState()
-        self.checkpointer = Checkpointer(self._kind, self.options, self.session.append_event)
+        self.checkpointer = Checkpointer(parts.kind, self.options, self.session.append_event)
         self.checkpointer.register("callbacks", CallbackStates(self.callbacks))
-        self._weights = WorkerWeights(self._get_group)
-        self.checkpointer.register("weights", self._weights, in_workers=True)
-        self.checkpointer.register("workers", WorkerStates(self._get_group), in_workers=True)
+        self._checkpoints = parts.checkpoints or WorkerCheckpoints(self._get_group, parts.sync)
+        self._checkpoints.register(self.checkpointer, self.session, self.state)
+        self._hooks = Hooks(self, self.callbacks, parts.kwargs)
+        self._steps = StepActions(
+            parts.step_options,
+            parts.find_step_problem,
+            self.state,
+            self.callbacks,
+            self.num_workers,
+            evaluate=self._evaluate_for_record,
+            write=self.loggers.log_step,
+            emit=self._hooks.emit,
+        )
         self.should_stop, self.stop_reason = False, ""
         self.result: TrainResult | None = None
-        #: Prepare each worker, in this order.
-        self._setups: list[WorkerSetup] = []
-        #: Context in which all workers have the trained weights.
-        self._final_weights: Callable[[], contextlib.AbstractContextManager[None]]
-        self._final_weights = contextlib.nullcontext
-        #: Returns the class of the result, and its fields that a subclass adds.
-        self._get_result_fields: Callable[[], tuple[type[TrainResult], Mapping[str, Any]]]
-        self._get_result_fields = lambda: (TrainResult, {})
-        self._group_class: Callable[..., WorkerGroup] = WorkerGroup
-        self._group: WorkerGroup | None = None
+        self._group: Any = None  # a WorkerGroup or LockstepGroup
         self._resume = self.options.resume
-        self._loaded: dict[str, Any] | None = None  # a checkpoint to restore when workers exist
-        self._kwargs: dict[str, Any] = {}
         self._target = TrainTarget(epochs=0)  # of this train()
 
     @property
@@ -160,12 +132,12 @@ class BaseTrainer:
     @property
     def workers(self) -> list[Any]:
         """The workers' handles, by worker id. They change when a worker is replaced."""
-        return self._group.handles if self._group is not None else []
+        return [] if self._group is None else self._group.handles
 
     @property
     def counts_only_steps(self) -> bool:
         """Whether each epoch is one step, as with ``PPOTrainer`` and ``GRPOTrainer``."""
-        return self._unit == "step"
+        return self._parts.unit == "step"
 
     @property
     def epoch(self) -> int:
@@ -268,23 +240,24 @@ class BaseTrainer:
             raise RuntimeError(
                 f"{type(self).__name__}.__init__() must call super().__init__(num_workers, ...)"
             )
-        epochs, steps = check_length(epochs, steps, self._unit)
-        self._check_steps(steps)
-        check_names(kwargs)
+        unit = self._parts.unit
+        epochs, steps = check_length(epochs, steps, unit)
+        self._check_steps(TrainTarget(steps=steps))
         resume = self._resume if resume is None else check_resume(resume)
         self._resume = False
         is_total, is_auto = bool(resume), resume == "auto"
         if is_auto:
             resume = self.checkpointer.has_checkpoint(self.session.requested_path)
-        if self.state.step and self._group is None and self._loaded is None and not resume:
+        is_gone = self._group is None and self._checkpoints.loaded is None
+        if self.state.step and is_gone and not resume:
             raise RuntimeError(
-                f"the weights of these {self.epoch} {self._unit}s are gone: shutdown() or an error "
+                f"the weights of these {self.epoch} {unit}s are gone: shutdown() or an error "
                 "stopped the workers. Call train(..., resume=True) to continue from the newest "
                 "checkpoint, or create a new trainer"
             )
         self.should_stop, self.stop_reason = False, ""
         self.state.in_epoch = False
-        self._kwargs = kwargs
+        self._hooks.kwargs = check_names(kwargs)
         self._check_kwargs()
         start, signals = time.monotonic(), self.session.signals
         with (
@@ -294,18 +267,25 @@ class BaseTrainer:
                 self._stop, self.checkpointer.find_newest, self._request_stop, self.state
             ) as attempt,
         ):
-            self._open_run(resume, is_auto, partial(TrainTarget.create, epochs, steps, is_total))
+            self.session.start_engine()
+            if resume:
+                self.load_checkpoint("latest" if resume is True else resume)
+            else:
+                self.checkpointer.check_unused()
+            self._target = TrainTarget.create(epochs, steps, is_total, self.state)
+            self._open_run(is_resumed=bool(resume), restart=is_auto)
             self._start_workers()
             if is_total and self._target.is_reached(self.state):
-                self._print_complete()
+                path, length = self.session.directory.path, self._target.describe(unit)
+                print(f"{path} has trained its {length}: nothing is left to train", file=sys.stderr)
                 self.result = self._create_result(0.0)
                 return self.result
-            self._emit("on_train_start")
+            self._hooks.emit("on_train_start")
             with signals.finish_in_order():
                 self._train_epochs()
                 result = self.result = self._create_result(time.monotonic() - start)
                 if signals.number is None:
-                    self._emit("on_train_end", result)
+                    self._hooks.emit("on_train_end", result)
                 if signals.number is not None:  # it may have come in a hook
                     self._save_for_resume()
             result.checkpoint = self.checkpointer.find_newest()  # hooks may have written one
@@ -315,7 +295,8 @@ class BaseTrainer:
     def _train_epochs(self) -> None:
         """Train epochs until the target is reached or the run is stopped."""
         state, target = self.state, self._target
-        with Progress.create(state, target, self._unit, self.options.progress) as progress:
+        unit = self._parts.unit
+        with Progress.create(state, target, unit, self.options.progress) as progress:
             while not target.is_reached(state):
                 epoch = self.epoch  # a hook may load a checkpoint
                 self._run_epoch(epoch, progress)
@@ -327,18 +308,15 @@ class BaseTrainer:
                     break
 
     def _describe_position(self) -> str:
-        """Return the last completed step or epoch for people, such as ``epoch 2 of 3``."""
-        if self.state.step_in_epoch or self.counts_only_steps:
-            return f"step {self.state.step}"
-        return format_epoch(self.epoch - 1, self._target.epochs)
+        return self.state.describe_position(self._parts.unit, self._target.epochs)
 
     def _run_epoch(self, epoch: int, progress: Progress) -> None:
         """Train an epoch, or the part of it up to the target, and record the result."""
         state, start, step = self.state, time.monotonic(), self.state.step
         if not state.step_in_epoch:
-            self._emit("on_epoch_start", epoch)
+            self._hooks.emit("on_epoch_start", epoch)
         state.in_epoch = True
-        result: Any = self.train_epoch(epoch, **self._filter_kwargs(self.train_epoch))
+        result: Any = self.train_epoch(epoch, **self._hooks.filter_kwargs(self.train_epoch))
         state.in_epoch = False
         if not isinstance(result, dict):
             raise TypeError(
@@ -356,8 +334,8 @@ class BaseTrainer:
         state.end_epoch(epoch, record)
         try:
             if self.counts_only_steps:
-                self._emit("on_step_end", state.step, record)
-            self._emit("on_epoch_end", epoch, record)
+                self._hooks.emit("on_step_end", state.step, record)
+            self._hooks.emit("on_epoch_end", epoch, record)
         except BaseException:
             with self.session.printing_errors("its last epoch is not in"):
                 self.loggers.log_epoch(state)  # it was trained
@@ -367,49 +345,26 @@ class BaseTrainer:
     def _finish_epoch(self, epoch: int, result: dict[str, Any]) -> None:
         """Do what follows the training of an epoch, and add to ``result``."""
         interval = self.options.eval_interval
-        if interval and (epoch + 1) % interval == 0:
-            result.update(self._evaluate_for_record())
+        is_due = interval and (epoch + 1) % interval == 0
+        scores = self._evaluate_for_record() if is_due else {}
+        result.update({**scores, **self._steps.evaluate_if_due(scores)})
 
     def _evaluate_for_record(self) -> dict[str, Any]:
         """Evaluate, and return the scores with names for a record."""
         # Without data=, which train() received to train on.
-        scores = self.evaluate(**{k: v for k, v in self._kwargs.items() if k != "data"})
+        scores = self.evaluate(**{k: v for k, v in self._hooks.kwargs.items() if k != "data"})
         # In Lightning, names start with val_ already.
         return {f"val_{k.removeprefix('val_')}": v for k, v in scores.items()}
 
-    def _emit(self, hook: str, *arguments: Any) -> None:
-        """Call the trainer's hook and then those of the callbacks."""
-        function = getattr(self, hook)
-        function(*arguments, **self._filter_kwargs(function))
-        for callback in self.callbacks:
-            function = getattr(callback, hook)
-            function(self, *arguments, **self._filter_kwargs(function))
-
-    def _filter_kwargs(self, function: Any) -> dict[str, Any]:
-        """Return the keyword arguments of ``train()`` that ``function`` accepts."""
-        return filter_kwargs(inspect.signature(function), self._kwargs)
-
     def _create_result(self, wall_time: float) -> TrainResult:
-        create, fields = self._get_result_fields()
-        return create(
-            history=self.history,
-            epochs=self.epoch,
-            unit=self._unit,
-            wall_time=wall_time,
-            run_dir=self.session.directory.path,
-            checkpoint=self.checkpointer.find_newest(),
-            **fields,
-        )
+        path, newest = self.session.directory.path, self.checkpointer.find_newest()
+        return self._parts.create_result(self.state, wall_time, path, newest)
 
     def _request_stop(self, reason: str) -> None:
         """End the run after the current step or epoch."""
         self.should_stop, self.stop_reason = True, reason
         if self._group is not None:
             self._group.request_stop()
-
-    def _print_complete(self) -> None:
-        path, length = self.session.directory.path, self._target.describe(self._unit)
-        print(f"{path} has trained its {length}: nothing is left to train", file=sys.stderr)
 
     def _save_for_resume(self) -> None:
         """Write a checkpoint of the current position, unless it exists."""
@@ -420,61 +375,33 @@ class BaseTrainer:
 
     # -- the start --------------------------------------------------------------------------------
 
-    def _check_steps(self, steps: int | None) -> None:
-        """Raise ``TypeError`` for a length or an option that needs to know the workers' steps."""
-        every = None if self.counts_only_steps else find_checkpoint_steps(self.callbacks)
-        asked = {"train(steps=...)": steps, "Checkpoint(every_steps=...)": every}
-        names = [name for name, value in asked.items() if value is not None]
-        if names and not self._counts_steps:
-            raise TypeError(
-                f"{names[0]} of {type(self).__name__} needs workers that train step by step: with "
-                "train_epoch, the steps are the workers' own. Pass epochs, or use DDPTrainer with "
-                "training_step or DataParallelTrainer with train_steps"
-            )
-
-    def _check_target(self) -> None:
-        """Raise ``TypeError`` if the workers can't stop where the run should end or pause."""
+    def _check_steps(self, target: TrainTarget) -> None:
+        """Raise ``TypeError`` for an option that needs to count steps, if workers count none."""
+        self._steps.check(target, type(self).__name__, self._factory.user_class, self._group)
 
     def _check_kwargs(self) -> None:
-        """Raise ``TypeError`` for keyword arguments of ``train()`` that would have no effect.
+        """Raise ``TypeError`` for keyword arguments of ``train()`` that would have no effect."""
+        self._hooks.check_kwargs(lambda names: self._factory.get_methods(names, self.workers))
 
-        Without a worker class, the methods of the workers are known once these are created.
-        """
-        methods = self._factory.get_methods(self._kwargs_methods, self.workers)
-        if methods is not None:
-            options = ("epochs", "steps", "resume", *self._own_kwargs)
-            names = [name for name in self._kwargs if name not in self._own_kwargs]
-            check_train_kwargs(self, names, methods, options, self._train_hints)
-
-    def _open_run(
-        self,
-        resume: bool | str | Path,
-        is_auto: bool,
-        create_target: Callable[[TrainState], TrainTarget],
-    ) -> None:
-        """Start the engine, go to the position of the checkpoint, and open the run directory."""
-        self.session.start_engine()
-        if resume:
-            self.load_checkpoint("latest" if resume is True else resume)
-        else:
-            self.checkpointer.check_unused()
-        self._target = create_target(self.state)
-        run = self.session.open(restart=is_auto)
+    def _open_run(self, *, is_resumed: bool, restart: bool) -> None:
+        """Open the run directory and the loggers."""
+        run = self.session.open(restart=restart)
         self.checkpointer.open(run.checkpoints)
         self.session.write_description(self._describe())
-        self.loggers.open(run, self._kwargs)
-        if resume and self.options.progress:
+        self.loggers.open(run, self._hooks.kwargs)
+        if is_resumed and self.options.progress:
             print(f"resuming {run.path} after {self._describe_position()}", file=sys.stderr)
 
     def _describe(self) -> dict[str, Any]:
         """Return the configuration of the run for ``run.json``."""
-        kwargs = mask_secrets(self._kwargs)  # before names inside values become text
+        kwargs = mask_secrets(self._hooks.kwargs)  # before names inside values become text
         return {
             "trainer": type(self).__name__,
             "backend": session.engine().name,
             "num_workers": self.num_workers,
             "seed": self.options.seed,
             **self._target.to_dict(),
+            **self._parts.sync.describe(),
             "kwargs": {key: repr(value) for key, value in kwargs.items()},
         }
 
@@ -486,24 +413,24 @@ class BaseTrainer:
             self._group.start()
             self._check_kwargs()
             self._group.set_up_all()
-        if self._loaded is not None:
-            self._restore(self._loaded)
-            self._loaded = None
-        self._check_target()
+        self._checkpoints.restore_loaded()
+        self._check_steps(self._target)
+        if not self.state.step and not self._target.is_reached(self.state):
+            self._parts.check_validation(self._group)
 
-    def _create_group(self) -> WorkerGroup:
+    def _create_group(self) -> Any:
         """Return the group that creates the workers, calls them and replaces lost ones."""
-        return self._group_class(
+        return self._parts.group_class(
             count=self.num_workers,
             create=self._create,
-            setups=[*self._setups, CallbackSetup(self, self.callbacks)],
+            setups=[*self._parts.setups, self._hooks],
             required=self._find_required(),
             budget=FailureBudget(self.options.max_failures),
             timeout=self.options.worker_timeout,
             on_event=self.session.append_event,
-            unit=self._unit,
+            unit=self._parts.unit,
             get_epochs=lambda: self._target.epochs,
-            get_kwargs=lambda: self._kwargs,
+            get_kwargs=lambda: self._hooks.kwargs,
         )
 
     def _find_required(self) -> list[str]:
@@ -518,7 +445,7 @@ class BaseTrainer:
     def _create(self, worker_id: int) -> Any:
         count = self._get_group().count
         return self._factory.create(
-            lambda: self.create_worker(worker_id, **self._filter_kwargs(self.create_worker)),
+            lambda: self.create_worker(worker_id, **self._hooks.filter_kwargs(self.create_worker)),
             worker_id,
             count,
             self.session.directory.path,
@@ -574,14 +501,14 @@ class BaseTrainer:
             CheckpointError: The files can't be written. ``path`` is unchanged.
         """
         group = self._get_group()
-        with self._final_weights():
+        with self._parts.sync.final_weights():
             return pretrained.save_pretrained(path, partial(pretrained.write_in_worker, group))
 
     @hides_frames
     def evaluate(self, data: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Evaluate on all workers, every sample exactly once."""
         group = self._get_group()
-        with self._final_weights():
+        with self._parts.sync.final_weights():
             return evaluate_on(group, data, kwargs)
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -589,30 +516,18 @@ class BaseTrainer:
     def save_checkpoint(self, epoch: int | None = None, *, background: bool = False) -> Path | None:
         """Write a checkpoint of the last completed epoch or step, and return its path.
 
-        The path is None if a subclass writes none, as ``DDPTrainer`` with ``on_divergence="warn"``.
+        The path is None if none is written: with ``on_divergence="warn"``, if ranks have different
+        weights.
 
         Args:
             epoch: Inside ``train_epoch``, says that the running epoch counts as completed.
             background: Write it while training continues. An earlier one that is being written is
                 waited for. If writing fails, warn instead of raising an error.
-        """
-        if self.checkpointer.store is None or self._group is None:
-            raise RuntimeError(NO_WORKERS)
-        is_inside = self.state.in_epoch and not self.state.step_in_epoch
-        done = self.epoch + (is_inside and epoch is not None)
-        if not done and not self.state.step_in_epoch:
-            raise RuntimeError(
-                "no epoch was trained yet, so there is nothing to resume from: call train() first, "
-                "or save_final_model() for the current weights"
-            )
-        self.state.number_record()
-        late = self._keep_state()
-        state = dataclasses.replace(self.state, epoch=done)
-        return self.checkpointer.save(state, background=background, late=late)
 
-    def _keep_state(self) -> LateState | None:
-        """Let workers keep their state for a checkpoint; None to read it at once."""
-        return None
+        Raises:
+            WeightsDivergedError: Ranks that should have the same weights have different ones.
+        """
+        return self._checkpoints.save(is_complete=epoch is not None, background=background)
 
     def load_checkpoint(self, path: str | Path = "latest") -> int:
         """Restore a checkpoint, now or when ``train`` starts the workers, and return its epoch.
@@ -620,37 +535,18 @@ class BaseTrainer:
         The run continues in the directory of the checkpoint's run. If ``name`` or ``run_dir`` names
         a different one, or the checkpoint isn't in a run directory, a new run starts from it.
         """
-        where, loaded = self.checkpointer.load(
-            path, self.session.requested_path, self.session.title
-        )
-        self.loggers.log_epoch(self.state)  # of the epoch that a hook goes back from
-        self.state.load_state_dict(loaded["state"])
-        run = self.session.open_for(where)
-        self.checkpointer.open(run.checkpoints)
-        run.rewind(self.epoch, self.state.step, self.history)
-        self._loaded = loaded
+        self._checkpoints.load(path, self.loggers)
         if self._group is not None:
-            self._restore(loaded)
-            self._loaded = None
+            self._checkpoints.restore_loaded()
         return self.epoch - 1
-
-    def _restore(self, loaded: dict[str, Any]) -> None:
-        """Restore workers and all other parts, and warn if the number of workers has changed."""
-        count = len(self.workers)
-        if loaded["workers"]["count"] != count:
-            text = describe_other_size(loaded, count)
-            self._warn_of_change("resumed_on_other_size", text)
-        self.checkpointer.restore(loaded, lambda: list(self.workers))
-
-    def _warn_of_change(self, event: str, text: str) -> None:
-        """Warn that the run continues with a different configuration, and record the event."""
-        warn(text)
-        self.session.append_event({"event": event, "message": text})
 
     # -- the end ----------------------------------------------------------------------------------
 
     def _stop(self) -> None:
         """Stop the workers after an error or a signal."""
+        if self._group is not None and self.session.signals.is_overdue:
+            with self.session.printing_errors("the newest snapshot is not in a checkpoint of"):
+                self._checkpoints.save_newest()
         self.shutdown()
 
     def shutdown(self) -> None:

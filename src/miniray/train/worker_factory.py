@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,23 @@ from miniray.train.train_kwargs import is_ours
 from miniray.train.workers import process
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActorSettings:
+    """How a class of trainers sets up the processes of its workers.
+
+    Attributes:
+        wrapper: Class that wraps the workers; see ``ActorClass.wrap_with``.
+        uses_torch: Whether workers train with torch, whatever their class.
+        preloaded: Modules that workers import. The local engine imports them once for all workers.
+        set_up: Called in a worker's process before the worker is created; see ``startup.SET_UP``.
+    """
+
+    wrapper: type | None = None
+    uses_torch: bool = False
+    preloaded: Sequence[str] = ()
+    set_up: str = "miniray.train.workers.process:set_up_worker"
+
+
 class WorkerFactory:
     """Creates the workers of a trainer, in processes that are set up for training.
 
@@ -22,33 +40,33 @@ class WorkerFactory:
         trainer: The class of the trainer.
         worker: The worker class, see ``BaseTrainer``. None if ``create_worker`` is overridden.
         options: The options of the trainer.
+        settings: The settings of the trainer's class.
 
     Attributes:
         cls: The actor class of ``worker``, or None.
         is_overridden: Whether ``create_worker`` of the user creates the workers.
         num_gpus: GPUs that each worker reserves. None if the options don't set it.
-        wrapper: Class that wraps the workers; see ``ActorClass.wrap_with``.
-        uses_torch: Whether workers train with torch, whatever their class.
-        preloaded: Modules that workers import. The local engine imports them once for all workers.
-        set_up: Called in a worker's process before the worker is created; see ``startup.SET_UP``.
     """
 
-    def __init__(self, trainer: type, worker: Any, options: RunOptions) -> None:
-        self._trainer, self._options = trainer.__name__, options
+    def __init__(
+        self, trainer: type, worker: Any, options: RunOptions, settings: ActorSettings
+    ) -> None:
+        self._trainer, self._options, self._settings = trainer.__name__, options, settings
         self.cls = get_worker_class(worker, options.resources_per_worker)
         create_worker = trainer.create_worker  # type: ignore[attr-defined]
         self.is_overridden = self.cls is None or not is_ours(create_worker)
         gpus.check_use_gpu(options.use_gpu, not self.is_overridden)
         self.num_gpus: float | None = None
-        self.wrapper: type | None = None
-        self.uses_torch = False
-        self.preloaded: Sequence[str] = ()
-        self.set_up = "miniray.train.workers.process:set_up_worker"
+
+    @property
+    def user_class(self) -> type | None:
+        """The worker class, or None."""
+        return None if self.cls is None else self.cls._spec.cls
 
     @property
     def title(self) -> str:
         """Start of the name of run directories, by which ``resume=True`` finds the newest run."""
-        cls = None if self.cls is None else self.cls._spec.cls
+        cls = self.user_class
         if cls is None or cls.__module__.partition(".")[0] == "miniray":
             return self._trainer
         # The next run of this trainer class may train a different model.
@@ -63,7 +81,7 @@ class WorkerFactory:
             num_workers,
             self._options.use_gpu,
             self.cls._options.num_gpus,
-            self.uses_torch or issubclass(self.cls._spec.cls, TorchWorker),
+            self._settings.uses_torch or issubclass(self.cls._spec.cls, TorchWorker),
         )
 
     def get_class(self) -> ActorClass[Any]:
@@ -83,8 +101,8 @@ class WorkerFactory:
         """
         if not names:
             return []
-        if self.cls is not None:
-            cls = self.cls._spec.cls
+        if self.user_class is not None:
+            cls = self.user_class
             return [getattr(cls, name) for name in names if hasattr(cls, name)]
         if not workers:
             return None
@@ -113,8 +131,9 @@ class WorkerFactory:
         if seed is not None:
             env[startup.RUN_SEED] = str(seed)
         if session.engine().capabilities.processes:  # else all workers are in this process
-            env |= process.environment(run_dir, worker_id, num_workers, self.preloaded, self.set_up)
+            modules, set_up = self._settings.preloaded, self._settings.set_up
+            env |= process.environment(run_dir, worker_id, num_workers, modules, set_up)
             env |= gpus.get_environment(self.num_gpus, self._options.use_gpu)
         own_seed = None if seed is None else seed + worker_id
-        with startup.actors_with(own_seed, env, self.wrapper):
+        with startup.actors_with(own_seed, env, self._settings.wrapper):
             return create()

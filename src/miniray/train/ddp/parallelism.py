@@ -13,6 +13,7 @@ from miniray.train.lockstep.parallelism import RunSettings
 from miniray.train.lockstep.snapshots.state import Keep
 from miniray.train.run.result import TrainResult
 from miniray.train.run.tensors.shards import merge_shards
+from miniray.train.train_kwargs import KwargRules
 from miniray.train.workers.aggregate import aggregate
 from miniray.train.workers.data.shards import DataRef
 from miniray.train.workers.evaluate import combine, cut
@@ -24,10 +25,16 @@ if TYPE_CHECKING:
 class DataParallelism:
     """The ``Parallelism`` of ``DDPTrainer``."""
 
+    kind = "ddp"
+
     def __init__(
-        self, settings: checks.RankSettings, data: DataRef, *, is_elastic: bool = False
+        self, settings: checks.RankSettings, data: DataRef, *, min_workers: int | None = None
     ) -> None:
-        self.settings, self._data, self._is_elastic = settings, data, is_elastic
+        self.settings, self._data, self.min_workers = settings, data, min_workers
+        #: Not to ``train_epoch``, which is called with the epoch only.
+        methods = ("__init__", "setup", "load_data_shard", "evaluate")
+        used = ("batch_size",) if data.data.data is not None else ()
+        self.kwargs = KwargRules(worker_methods=methods, used=used)
         self._steps_are_ours = self._has_own_evaluate = False
         #: Whether all ranks have a validation step and data for it.
         self.can_validate = False
@@ -67,7 +74,7 @@ class DataParallelism:
         self.can_validate = all(fact["validates"] and fact["val_loader"] for fact in facts)
         if settings.eval_interval and not self._has_own_evaluate:
             checks.check_val_loader(facts, settings.eval_interval)
-        if self._is_elastic:
+        if self.min_workers is not None and self.min_workers < count:
             checks.check_divisible(facts)
         if not self._steps_are_ours:
             checks.check_no_step_options(rank_settings)

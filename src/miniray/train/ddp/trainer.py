@@ -90,9 +90,6 @@ class DDPTrainer(LockstepTrainer):
     All other arguments are those of ``BaseTrainer``.
     """
 
-    _kind = "ddp"
-    _option_hints = DATA_HINTS
-
     def __init__(
         self,
         num_workers: int = 4,
@@ -142,18 +139,8 @@ class DDPTrainer(LockstepTrainer):
             min_workers = check_min_workers(min_workers, num_workers, settings)
         given = TrainData.create(data, val_data, batch_size, num_workers)
         self._data = DataRef(given)
-        if data is not None:
-            self._own_kwargs = ("batch_size",)
-        is_elastic = min_workers is not None and min_workers < num_workers
-        parallelism = DataParallelism(settings, self._data, is_elastic=is_elastic)
+        parallelism = DataParallelism(settings, self._data, min_workers=min_workers)
         super().__init__(num_workers, parallelism, worker=worker, **options)
-        if min_workers is not None:
-            if self._factory.is_overridden:
-                raise ValueError(
-                    "min_workers needs worker=, because the trainer must know which resources a "
-                    "worker reserves. Pass them with resources_per_worker="
-                )
-            self._allow_fewer_workers(min_workers)
 
     def shutdown(self) -> None:
         super().shutdown()

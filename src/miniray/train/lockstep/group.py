@@ -58,6 +58,7 @@ class LockstepGroup:
         on_event: Called with each event of the run.
         on_restored: Called after a restart with the step that training continues at, and the log
             windows that the ranks had posted since the last ``read_logs``.
+        on_ready: Called once, after the ranks have started.
         on_replaced: Called with each rank after a restart.
         on_resized: Called with the number of ranks before a restart that has changed it.
         on_poll: Called with new log windows while an epoch runs.
@@ -86,6 +87,7 @@ class LockstepGroup:
     on_replaced: Callable[[int], None]
     on_poll: Callable[[list[LogWindow]], None]
     on_resized: Callable[[int], None] = lambda before: None
+    on_ready: Callable[[], None] = lambda: None
     world: WorldSize = dataclasses.field(default_factory=WorldSize)
     get_epochs: Callable[[], int | None] = lambda: None
     keep_initial: Keep = Keep.ALL
@@ -136,6 +138,7 @@ class LockstepGroup:
         """Prepare the ranks and let them join each other."""
         self._last_count = self.count
         self.run(self._join, keep=self.keep_initial)
+        self.on_ready()
 
     def _join(self) -> None:
         if self._ranks.has_joined:  # by a restart

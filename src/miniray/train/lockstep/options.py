@@ -13,9 +13,11 @@ from miniray.errors import CapabilityError
 from miniray.train.lockstep.schedule import StepSchedule
 from miniray.train.options import check_seconds
 from miniray.train.run.state import TrainTarget
+from miniray.train.workers.budget import FailureBudget, WorldSize
 
 if TYPE_CHECKING:
     from miniray.train.lockstep.context import RankContext, WorkerTraits
+    from miniray.train.worker_factory import WorkerFactory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,33 @@ def check_engine(trainer: str, num_workers: int) -> None:
             f"{trainer} needs a process for each of its {num_workers} workers, which the "
             f"{engine.name!r} engine does not have; use backend='local' or 'ray', or num_workers=1"
         )
+
+
+def create_limits(
+    factory: WorkerFactory, num_workers: int, min_workers: int | None, max_failures: int
+) -> tuple[FailureBudget, WorldSize]:
+    """Return what decides how many losses are repaired, and on how many ranks a run continues."""
+    if min_workers is None:
+        return FailureBudget(max_failures), WorldSize()
+    if factory.is_overridden:
+        raise ValueError(
+            "min_workers needs worker=, because the trainer must know which resources a worker "
+            "reserves. Pass them with resources_per_worker="
+        )
+    # Each worker that may be dropped is lost twice at most before that.
+    budget = FailureBudget(max_failures or 2 * (num_workers - min_workers))
+    return budget, WorldSize(num_workers, min_workers, factory.count_room)
+
+
+def find_step_problem(worker_class: Any, group: Any) -> str | None:
+    """Return what ranks lack to stop at a step; None if they know the steps of an epoch."""
+    del worker_class
+    if group is None or group.knows_steps:
+        return None
+    return (
+        "workers with training_step(batch, batch_idx) and a train_loader that has a length. With "
+        "train_epoch, the steps are the workers' own"
+    )
 
 
 def choose_backend(wanted: str, facts: Sequence[Mapping[str, Any]]) -> str:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from miniray.train.lockstep.group import LockstepGroup
     from miniray.train.lockstep.replica import EpochReport
     from miniray.train.run.result import TrainResult
+    from miniray.train.train_kwargs import KwargRules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,18 @@ class RunSettings:
 
 class Parallelism(Protocol):
     """How ranks divide the work, in the driver. ``Replica`` is its counterpart in each rank."""
+
+    @property
+    def kind(self) -> str:
+        """Trainers of one kind can load each other's checkpoints."""
+
+    @property
+    def kwargs(self) -> KwargRules:
+        """Which keyword arguments ``train()`` accepts."""
+
+    @property
+    def min_workers(self) -> int | None:
+        """Number of ranks on which a run may continue; None if it needs all of them."""
 
     @property
     def modules(self) -> Sequence[str]:

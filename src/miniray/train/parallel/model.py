@@ -44,11 +44,6 @@ class ModelParallelTrainer(LockstepTrainer):
     All other arguments are those of ``PipelineParallelTrainer`` and ``BaseTrainer``.
     """
 
-    _kind = "parallel"
-    _kwargs_methods = ()
-    _own_kwargs = ("batch_size",)
-    _option_hints = _train_hints = SPLIT_HINTS
-
     def __init__(
         self,
         num_workers: int = 2,

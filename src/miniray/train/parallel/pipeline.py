@@ -63,11 +63,6 @@ class PipelineParallelTrainer(LockstepTrainer):
     ``bubble_formula``, ``peak_activation_bytes`` and ``plot_pipeline()``.
     """
 
-    _kind = "parallel"
-    _kwargs_methods = ()
-    _own_kwargs = ("batch_size",)
-    _option_hints = _train_hints = SPLIT_HINTS
-
     def __init__(
         self,
         num_workers: int = 2,

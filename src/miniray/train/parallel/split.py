@@ -15,11 +15,12 @@ from miniray.train.lockstep.options import choose_backend
 from miniray.train.lockstep.parallelism import RunSettings
 from miniray.train.lockstep.snapshots.state import Keep
 from miniray.train.parallel import timeline
-from miniray.train.parallel.plan.job import Job, Layout
+from miniray.train.parallel.plan.job import SPLIT_HINTS, Job, Layout
 from miniray.train.parallel.plan.schedules import SCHEDULES
 from miniray.train.parallel.timeline import ParallelResult
 from miniray.train.run.result import TrainResult
 from miniray.train.run.tensors.shards import merge_shards
+from miniray.train.train_kwargs import KwargRules
 from miniray.train.workers.evaluate import combine
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class ModelParts:
 class ModelSplit:
     """The ``Parallelism`` of ``PipelineParallelTrainer`` and ``ModelParallelTrainer``."""
 
+    kind = "parallel"
+    kwargs = KwargRules(worker_methods=(), used=("batch_size",), hints=SPLIT_HINTS)
+    min_workers = None
     modules = ("tqdm.std", "miniray.train.parallel.rank", "torch.distributed.tensor.parallel")
 
     def __init__(self, job: Job) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miniray.checks import check_int
+from miniray.counting import format_epoch
 from miniray.train.run.records import finite, simplify
 
 
@@ -36,6 +37,11 @@ class TrainState:
     _is_reported: bool = dataclasses.field(default=False, repr=False)
     #: The last record of the history, while hooks may change it.
     _open_record: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
+
+    @property
+    def position(self) -> dict[str, int]:
+        """The numbers that say how far the run is: step, epoch and step in the epoch."""
+        return {"step": self.step, "epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
 
     def report_step(self, step: int, step_in_epoch: int = 0) -> None:
         """Set the position inside an epoch, or at its end, that ranks have reported."""
@@ -81,6 +87,12 @@ class TrainState:
         self.number_record()
         record, self._open_record = self._open_record, None
         return record
+
+    def describe_position(self, unit: str, epochs: int | None) -> str:
+        """Return the last completed step or epoch for people, such as ``epoch 2 of 3``."""
+        if self.step_in_epoch or unit == "step":
+            return f"step {self.step}"
+        return format_epoch(self.epoch - 1, epochs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values."""

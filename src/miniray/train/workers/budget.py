@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
+from typing import Any
 
 from miniray.errors import ActorDiedError, GetTimeoutError, TaskError, WorkerTimeoutError
 from miniray.train.workers.nodes import NodeLosses
@@ -137,3 +138,12 @@ class WorldSize:
             if time.monotonic() >= deadline:
                 return room
             time.sleep(_POLL_INTERVAL_S)
+
+
+def create_resize_event(before: int, count: int, step: int, size: int | None) -> dict[str, Any]:
+    """Return the event for a run that continues on ``count`` ranks; ``size``: its global batch."""
+    text = f"training continues on {count} ranks instead of {before} at step {step}"
+    if size is not None:
+        text += f"; the global batch size is {size} instead of {size // count * before}"
+    event = {"event": "world_size_changed", "from": before, "to": count, "step": step}
+    return {**event, "global_batch_size": size, "message": text}

@@ -154,6 +154,8 @@ class WorkerGroup:
     get_epochs: Callable[[], int | None] = lambda: None
     get_kwargs: Callable[[], Mapping[str, Any]] = dict
     handles: list[Handle] = dataclasses.field(default_factory=list)
+    #: Workers that were replaced, and aren't at the position of the others yet.
+    replaced: set[int] = dataclasses.field(default_factory=set)
 
     def start(self) -> None:
         """Create all workers. They start at the same time."""
@@ -303,6 +305,7 @@ class WorkerGroup:
     def replace(self, worker_id: int) -> None:
         """Stop a worker, create a new one in its place and set it up."""
         miniray.kill(self.handles[worker_id])
+        self.replaced.add(worker_id)
         self.budget.settle()
         self.handles[worker_id] = self.create(worker_id)
         check_worker(self.handles[worker_id], worker_id, self.required)

@@ -69,7 +69,7 @@ class AsyncSync(SyncPolicy):
         server_options = {**options.pop("server_options", {}), "num_workers": num_workers}
         super().__init__(num_workers, server_options=server_options, **options)
         self.staleness = staleness
-        self._next = [0] * num_workers  # the next epoch of each worker
+        self._next: list[int] = []  # the next epoch of each worker; empty before the first
         self._end = 0
         self._kwargs: Mapping[str, Any] = {}
         self._results: dict[int, dict[int, Any]] = {}  # by epoch, by worker
@@ -79,11 +79,7 @@ class AsyncSync(SyncPolicy):
     def start(self, group: WorkerGroup) -> None:
         """Start the server, with no worker training yet."""
         super().start(group)
-        self._running, self._given = {}, {}
-
-    def start_at(self, epoch: int) -> None:
-        """Let all workers continue with ``epoch``."""
-        self._next, self._results = [epoch] * self.num_workers, {}
+        self._next, self._results, self._running, self._given = [], {}, {}, {}
 
     @property
     def _workers(self) -> WorkerGroup:
@@ -96,6 +92,7 @@ class AsyncSync(SyncPolicy):
 
         No worker trains an epoch after ``end - 1``.
         """
+        self._next = self._next or [epoch] * self.num_workers
         self._end, self._kwargs = end, kwargs
         while len(self._results.get(epoch, ())) < self.num_workers:
             self._start_idle()
@@ -140,10 +137,16 @@ class AsyncSync(SyncPolicy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the positions, if the number of workers is the same."""
         super().load_state_dict(state)
+        self._next, self._results = [], {}
         if len(state.get("next", ())) == self.num_workers:
-            self._next, self._results = list(state["next"]), {}
+            self._next = list(state["next"])
             for done, worker, result in state["results"]:
                 self._results.setdefault(done, {})[worker] = result
+
+    def load_missing_state(self) -> None:
+        """Continue from a checkpoint without positions of the workers."""
+        super().load_missing_state()
+        self._next, self._results = [], {}
 
     @contextlib.contextmanager
     def final_weights(self) -> Iterator[None]:

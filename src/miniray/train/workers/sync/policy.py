@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +14,12 @@ from miniray.ps import Strategy, create_parameter_server
 from miniray.ps.create import check_parameter_server
 from miniray.ps.strategies.base import at_least
 from miniray.train.options import warn
+from miniray.train.workers.checkpoint_parts import WeightSync
 from miniray.train.workers.group import NO_WORKERS, WorkerGroup, end
 from miniray.train.workers.sync.repair import sync
 
 
-class SyncPolicy:
+class SyncPolicy(WeightSync):
     """Average the parameters of all workers every ``interval`` epochs.
 
     It is a ``WorkerSetup``: new workers start with the weights of worker 0, replacements with those
@@ -151,21 +151,11 @@ class SyncPolicy:
         """Whether all workers have the same weights."""
         return self._is_in_sync
 
-    def pause(self) -> None:
-        """Wait until no worker trains."""
-
-    def start_at(self, epoch: int) -> None:
-        """Let all workers continue with ``epoch``."""
-
     def get_weights(self) -> Any:
         """Return the weights of worker 0, which is replaced if it is lost."""
         if self._group is None:
             raise RuntimeError(NO_WORKERS)
         return miniray.get(self._group.ref_of(0, "get_weights"))
-
-    def final_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the workers have the weights of ``get_weights``."""
-        return contextlib.nullcontext()
 
     # -- settings and statistics ------------------------------------------------------------------
 
