@@ -503,9 +503,7 @@ class LockstepTrainer(BaseTrainer):
         """Write a checkpoint of the newest snapshot: ranks didn't reach the end of their step."""
         group = self._get_ranks()
         group.stop()
-        newest = group.step_snapshots.take_newest(group.snapshots.step)
-        if newest is not None:
-            group.snapshots.set_local(newest)
+        group.take_newest_snapshot()
         if group.snapshots.is_empty:
             return
         weights, shared, own = group.snapshots.get_parts(self._convert)
