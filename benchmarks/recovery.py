@@ -305,7 +305,8 @@ def measure_turns(pairs: int, say: Say) -> tuple[list[list[float]], list[list[fl
             command = [sys.executable, str(SCRIPTS / "miniray_turns.py"), str(count), str(out)]
             environment = _create_environment(home, records, 0, 1, None)
             with log.open("w") as file:
-                status = _run_command(command, environment, file, time.monotonic() + TIMEOUT_S)
+                deadline = time.monotonic() + 2 * TIMEOUT_S
+                status = _run_command(command, environment, file, deadline)
             if status != 0:
                 raise RuntimeError(f"miniray ended with {status}:\n{log.read_text()[-40000:]}")
             turns, steps = json.loads(out.read_text()), Records(records)
@@ -365,7 +366,7 @@ def measure_recovery(
             # Anywhere between two checkpoints, of which one has been written.
             first = max(WARM_UP + 40, 2 * every[name])
             kill = Kill(rank, first + int(place * max(100, every[name])), 0.015 * delay)
-            left = 600 if PEERS[name].survives else 40
+            left = 300 if PEERS[name].survives else 40
             try:
                 costs = run(name, kill.step + left, every[name], kill).measure_recovery(PEERS[name])
             except RuntimeError as error:
@@ -490,17 +491,18 @@ def main() -> None:
     not_run |= try_all([name for name in names if name != "miniray"], say)
     names = [name for name in names if name not in not_run]
     pairs = {name: arguments.peer_pairs for name in names if name != "miniray"}
+    turns, cpu = {}, {}
+    if "miniray" in names:
+        turns["miniray"], cpu["miniray"] = measure_turns(arguments.pairs, say)
     intervals = {name: measure_interval(name, 1 if arguments.quick else 3, say) for name in names}
     every = {name: interval["every"] for name, interval in intervals.items()}
     found = {
         "interval": intervals,
         "recovery": measure_recovery(names, every, arguments.kills, arguments.seed, say),
-        "overhead": measure_overhead(pairs, every, say),
-        "cpu": {},
+        "overhead": {**turns, **measure_overhead(pairs, every, say)},
+        "cpu": cpu,
         "not_run": not_run,
     }
-    if "miniray" in names:
-        found["overhead"]["miniray"], found["cpu"]["miniray"] = measure_turns(arguments.pairs, say)
     lines = summarize(names, found)
     columns = [*(PEERS[name].title for name in names), "miniray to the best"]
     if arguments.markdown:
