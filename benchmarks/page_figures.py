@@ -109,9 +109,10 @@ def recovery(record: Record) -> Figures:
             found[f"lost.{name}"] = f"{sum(costs['lost']) / len(costs['lost']):.1f}"
             found[f"seconds.{name}"] = human(median(costs["seconds"]), "s")
         found[f"recovered.{name}"] = f"{costs['failed'].count(0)} of {len(costs['failed'])}"
-        overhead, *interval = summarize_overhead(samples["overhead"][name])
-        found[f"overhead.{name}"] = f"{100 * overhead:.2f} %"
-        found[f"interval.{name}"] = " to ".join(f"{100 * end:.2f} %" for end in interval)
+        if samples["overhead"][name]:
+            overhead, *interval = summarize_overhead(samples["overhead"][name])
+            found[f"overhead.{name}"] = f"{100 * overhead:.2f} %"
+            found[f"interval.{name}"] = " to ".join(f"{100 * end:.2f} %" for end in interval)
         if costs.get("alone"):
             found[f"alone.{name}"] = f"{median(costs['alone']):.0f}"
         if name != "miniray" and costs["seconds"] and kills.get("miniray", {}).get("seconds"):

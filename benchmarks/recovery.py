@@ -6,9 +6,13 @@ Each of ``recovery_scripts/`` trains the CNN of ``train.py`` (1 M parameters) wi
 batches of 64 per rank, one thread per process. Three measurements:
 
 - interval: how long a checkpoint holds up the steps, and after how many steps it may be repeated
-  to cost ``COST`` of the training time. miniray chooses its interval itself. torchft writes none.
-- overhead: the step time with this protection over that without, in pairs of runs that alternate:
-  the median of the pairs and its 95 % interval. For torchft, the other run is plain torchrun.
+  to cost ``COST`` of the training time. It is the time of the ``BLOCK`` steps after a checkpoint,
+  less that of the ``BLOCK`` steps before. miniray chooses its interval itself. torchft has none.
+- overhead: the step time with this protection over that without: the median of pairs, and its 95 %
+  interval. For miniray, two runs are alive at once and train in turns of ``TURN_STEPS`` steps, so
+  that a pair takes 3 seconds and neither processes nor the load of the machine change in it. The
+  CPU time of all processes in these turns is compared too. For peers, pairs are separate runs. For
+  torchft, the other run is plain torchrun.
 - recovery: a random rank is killed with SIGKILL at a random moment, the same for all. Steps lost
   are those made twice. The time is from the kill until all ranks have made the next step.
 
@@ -17,7 +21,8 @@ again at once with ``ckpt_path``. With torchft, the other rank continues alone u
 back: it loses no step, and what counts is its next one. A run that doesn't reach its last step in
 time is counted as failed, and has no time.
 
-Figures are medians; the JSON file has every sample. Peers that aren't installed are left out.
+Figures are medians; the JSON file has every sample. Peers that aren't installed, or can't run here,
+are named below the table with the reason.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import json
 import math
 import os
 import random
@@ -37,6 +43,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +59,14 @@ COST = 0.01
 #: Steps at the start of a run that aren't measured: miniray measures some to choose its interval.
 WARM_UP = 60
 MEASURED = 300
-#: Steps between two checkpoints while their cost is measured.
-OFTEN = 10
+#: Steps before and after a checkpoint from which its cost is measured.
+BLOCK = 10
+#: Pairs of turns of two runs of miniray. Each time, processes are new.
+PAIRS_AT_ONCE = 20
+#: As in ``workload.py``.
+TURN_STEPS = 96
+#: Steps at both ends of a turn that aren't measured. Between them are two ends of epochs.
+TURN_ENDS = 16
 TIMEOUT_S = 120.0
 
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
@@ -65,6 +78,7 @@ class Peer:
 
     Attributes:
         writes_checkpoints: Whether its interval is chosen here.
+        often: Steps between two checkpoints while their cost is measured.
         is_rerun: Whether its command ends with the rank, and is started again by hand.
         survives: Whether the other ranks continue.
     """
@@ -74,6 +88,7 @@ class Peer:
     package: str
     launcher: tuple[str, ...] = ()
     writes_checkpoints: bool = True
+    often: int = 2 * BLOCK
     is_rerun: bool = False
     survives: bool = False
 
@@ -81,7 +96,8 @@ class Peer:
 PEERS: dict[str, Peer] = {
     "miniray": Peer("miniray", "miniray_ddp.py", "miniray", writes_checkpoints=False),
     "torchrun": Peer("torchrun", "torchrun_ddp.py", "torch", (*_TORCHRUN, "--max-restarts", "3")),
-    "ray": Peer("Ray Train", "ray_train.py", "ray"),
+    # Its controller takes note of one checkpoint in 2 s. More would wait.
+    "ray": Peer("Ray Train", "ray_train.py", "ray", often=200),
     "lightning": Peer("Lightning, by hand", "lightning_ddp.py", "lightning", is_rerun=True),
     "torchft": Peer(
         "torchft",
@@ -129,11 +145,24 @@ class Records:
         last = max(times)
         return (times[last] - times[WARM_UP]) / (last - WARM_UP)
 
-    def measure_block(self) -> float:
-        """Return the median seconds of ``OFTEN`` steps, with one checkpoint if there are any."""
+    def measure_checkpoints(self, every: int) -> tuple[list[float], float]:
+        """Return the seconds that each checkpoint costs, and the median of a step without one."""
         times = {step: when for when, step in max(self.steps.values(), key=len)}
-        starts = range(WARM_UP + OFTEN // 2, max(times) - OFTEN + 1, OFTEN)
-        return median([times[start + OFTEN] - times[start] for start in starts])
+        first = every * math.ceil(WARM_UP / every)
+        costs, steps = [], []
+        for step in range(first, max(times) - BLOCK, every):
+            before = times[step] - times[step - BLOCK]
+            costs.append(times[step + BLOCK] - times[step] - before)
+            steps.append(before / BLOCK)
+        return costs, median(steps)
+
+    def measure_turn(self, start: float, end: float) -> float:
+        """Return the mean seconds of the steps of a turn, without its ends."""
+        turns = ([t for t, _ in steps if start < t < end] for steps in self.steps.values())
+        times = max(turns, key=len)
+        assert len(times) == TURN_STEPS
+        first, last = TURN_ENDS - 1, TURN_STEPS - TURN_ENDS - 1
+        return (times[last] - times[first]) / (last - first)
 
     def measure_recovery(self, peer: Peer) -> dict[str, float]:
         """Return the steps lost, and the seconds until all ranks have made the next one."""
@@ -178,9 +207,7 @@ def run(name: str, steps: int, every: int, kill: Kill | None = None) -> Records:
     """
     peer = PEERS[name]
     with tempfile.TemporaryDirectory(prefix="bench-recovery-") as home:
-        records = Path(home) / "records"
-        records.mkdir()
-        log = Path(home) / "log"
+        records, log = Path(home, "records"), Path(home, "log")
         command = [sys.executable, *peer.launcher, str(SCRIPTS / peer.script)]
         environment = _create_environment(home, records, steps, every, kill)
         deadline = time.monotonic() + TIMEOUT_S
@@ -231,6 +258,7 @@ def _run_command(
 def _create_environment(
     home: str, records: Path, steps: int, every: int, kill: Kill | None
 ) -> dict[str, str]:
+    records.mkdir()
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MINIRAY_", "RAY_"))}
     source = common.ROOT / "src"
     paths = [str(source), str(SCRIPTS), str(WORKLOAD), kept.get("PYTHONPATH", "")]
@@ -251,17 +279,48 @@ def _create_environment(
 
 def measure_interval(name: str, repetitions: int, say: Say) -> dict[str, Any]:
     """Measure what a checkpoint costs, and return the interval at which that is ``COST``."""
+    costs: list[float] = []
+    steps: list[float] = []
+    often = PEERS[name].often
     if not PEERS[name].writes_checkpoints:
-        return {"every": 1, "checkpoint": [], "step": []}
-    plain, often = [], []
+        return {"every": 1, "checkpoint": costs, "step": steps}
+    count = WARM_UP + max(MEASURED, 6 * often)
     for _ in range(repetitions):
-        for every, blocks in ((0, plain), (OFTEN, often)):
-            blocks.append(_again(name, WARM_UP + MEASURED, every, say).measure_block())
-    cost = [b - a for a, b in zip(plain, often, strict=True)]
-    step = [block / OFTEN for block in plain]
-    every = max(1, math.ceil(median(cost) / (COST * median(step))))
-    say(f"{PEERS[name].title}: a checkpoint costs {median(cost):.4g} s, so every {every} steps")
-    return {"every": every, "checkpoint": cost, "step": step}
+        found, step = _again(name, count, often, say).measure_checkpoints(often)
+        costs += found
+        steps.append(step)
+    every = max(1, math.ceil(median(costs) / (COST * median(steps))))
+    say(f"{PEERS[name].title}: a checkpoint costs {median(costs):.4g} s, so every {every} steps")
+    return {"every": every, "checkpoint": costs, "step": steps}
+
+
+def measure_turns(pairs: int, say: Say) -> tuple[list[list[float]], list[list[float]]]:
+    """Return pairs of step times of miniray, with and without protection, and of CPU seconds."""
+    found: list[list[float]] = []
+    cpu: list[list[float]] = []
+    while len(found) < pairs:
+        count = min(PAIRS_AT_ONCE, pairs - len(found))
+        with tempfile.TemporaryDirectory(prefix="bench-recovery-") as home:
+            records, log, out = (Path(home, name) for name in ("records", "log", "turns.json"))
+            command = [sys.executable, str(SCRIPTS / "miniray_turns.py"), str(count), str(out)]
+            environment = _create_environment(home, records, 0, 1, None)
+            with log.open("w") as file:
+                deadline = time.monotonic() + 2 * TIMEOUT_S
+                status = _run_command(command, environment, file, deadline)
+            if status != 0:
+                raise RuntimeError(f"miniray ended with {status}:\n{log.read_text()[-40000:]}")
+            turns, steps = json.loads(out.read_text()), Records(records)
+        for pair in zip(turns[::2], turns[1::2], strict=True):
+            with_, without = sorted(pair, key=lambda turn: turn["run"])
+            times = [steps.measure_turn(turn["start"], turn["end"]) for turn in (with_, without)]
+            found.append(times)
+            cpu.append([with_["cpu"], without["cpu"]])
+        overhead, low, high = summarize_overhead(found)
+        say(
+            f"{len(found)}/{pairs}  miniray in turns: {_percent(overhead)}, 95 % interval "
+            f"{_percent(low)} to {_percent(high)}; CPU {_percent(summarize_overhead(cpu)[0])}"
+        )
+    return found, cpu
 
 
 def measure_overhead(
@@ -269,7 +328,7 @@ def measure_overhead(
 ) -> dict[str, list[list[float]]]:
     """Return pairs of step times, with and without protection, by peer."""
     found: dict[str, list[list[float]]] = {name: [] for name in pairs}
-    for number in range(max(pairs.values())):
+    for number in range(max(pairs.values(), default=0)):
         for name in [name for name, count in pairs.items() if number < count]:
             # A whole number of intervals, so that each run has its share of checkpoints.
             interval = every[name] if PEERS[name].writes_checkpoints else 1
@@ -278,9 +337,13 @@ def measure_overhead(
             runs = [(name, every[name]), (plain, 0)]
             order = (0, 1) if number % 2 == 0 else (1, 0)
             pair = [0.0, 0.0]
-            for index in order:
-                script, interval = runs[index]
-                pair[index] = _again(script, steps, interval, say).measure_step()
+            try:
+                for index in order:
+                    script, interval = runs[index]
+                    pair[index] = _again(script, steps, interval, say).measure_step()
+            except RuntimeError as error:
+                say(f"without this pair: {error}")
+                continue
             found[name].append(pair)
             say(
                 f"{number + 1}/{pairs[name]}  {PEERS[name].title}: {1e3 * pair[0]:.3f} ms with, "
@@ -301,9 +364,9 @@ def measure_recovery(
         rank, place, delay = chance.randrange(RANKS), chance.random(), chance.random()
         for name in names:
             # Anywhere between two checkpoints, of which one has been written.
-            first = max(WARM_UP + 40, every[name])
+            first = max(WARM_UP + 40, 2 * every[name])
             kill = Kill(rank, first + int(place * max(100, every[name])), 0.015 * delay)
-            left = 800 if PEERS[name].survives else 40
+            left = 300 if PEERS[name].survives else 40
             try:
                 costs = run(name, kill.step + left, every[name], kill).measure_recovery(PEERS[name])
             except RuntimeError as error:
@@ -327,6 +390,8 @@ def _again(name: str, steps: int, every: int, say: Say) -> Records:
 
 def summarize_overhead(pairs: list[list[float]]) -> tuple[float, float, float]:
     """Return the median overhead of the pairs, and its 95 % interval."""
+    if not pairs:
+        return math.nan, math.nan, math.nan
     overheads = sorted(with_ / without - 1 for with_, without in pairs)
     return median(overheads), *common.find_median_interval(overheads)
 
@@ -340,6 +405,7 @@ def summarize(names: list[str], found: Samples) -> list[Line]:
         lost[name] = statistics.fmean(recovery["lost"]) if recovery["lost"] else math.nan
         seconds[name] = median(recovery["seconds"]) if recovery["seconds"] else math.nan
         overhead, low, high = summarize_overhead(found["overhead"][name])
+        cpu = found["cpu"].get(name)
         every = found["interval"][name]["every"]
         attempts = len(recovery["failed"])
         cells = {
@@ -351,7 +417,8 @@ def summarize(names: list[str], found: Samples) -> list[Line]:
             "recovered": f"{attempts - sum(recovery['failed'])} of {attempts}",
             "overhead without failures": _percent(overhead),
             "95 % interval": f"{_percent(low)} to {_percent(high)}",
-            "pairs of runs": str(len(found["overhead"][name])),
+            "pairs": str(len(found["overhead"][name])),
+            "overhead in CPU time": _percent(summarize_overhead(cpu)[0]) if cpu else "–",
         }
         for title, cell in cells.items():
             rows.setdefault(title, []).append(cell)
@@ -379,49 +446,62 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def choose(parser: argparse.ArgumentParser, only: str | None) -> list[str]:
-    """Return the peers to run: those asked for that are installed."""
+def choose(parser: argparse.ArgumentParser, only: str | None) -> tuple[list[str], dict[str, str]]:
+    """Return the peers to run, and why the others that were asked for can't."""
     names = only.split(",") if only else list(PEERS)
     unknown = sorted(set(names) - set(PEERS))
     if unknown:
         parser.error(f"unknown peers {', '.join(unknown)}; there are {', '.join(PEERS)}")
-    for name in list(names):
-        reason = missing(PEERS[name])
-        if reason:
-            print(f"without {PEERS[name].title}: {reason}")
-            names.remove(name)
-    return names
+    reasons = {name: reason for name in names if (reason := missing(PEERS[name]))}
+    return [name for name in names if name not in reasons], reasons
+
+
+def try_all(names: list[str], say: Say) -> dict[str, str]:
+    """Let each peer make some steps, and return why those that fail did."""
+    reasons = {}
+    for name in names:
+        try:
+            common.tried_again(partial(run, name, WARM_UP, 0), say, times=2)
+        except RuntimeError as error:
+            lines = str(error).strip().splitlines()
+            reasons[name] = f"{lines[0]} {lines[-1]}"
+    return reasons
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one pair and two kills per peer")
     parser.add_argument("--only", metavar="PEERS", help=f"comma-separated: {', '.join(PEERS)}")
-    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="for the overhead")
-    parser.add_argument("--peer-pairs", type=int, metavar="N", help="for that of peers")
+    parser.add_argument("--pairs", type=int, default=60, metavar="N", help="of turns of miniray")
+    parser.add_argument("--peer-pairs", type=int, default=20, metavar="N", help="of runs of peers")
     parser.add_argument("--kills", type=int, default=10, metavar="N", help="of each peer")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--json", type=Path, metavar="PATH")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     arguments = parser.parse_args()
-    names = choose(parser, arguments.only)
-    peer_pairs = arguments.pairs if arguments.peer_pairs is None else arguments.peer_pairs
-    kills = 2 if arguments.quick else arguments.kills
-    pairs = {name: arguments.pairs if name == "miniray" else peer_pairs for name in names}
+    names, not_run = choose(parser, arguments.only)
     if arguments.quick:
-        pairs = dict.fromkeys(names, 1)
+        arguments.kills, arguments.pairs, arguments.peer_pairs = 2, 4, 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process of a peer is left
     started = common.stamp()
 
     def say(text: str) -> None:
         print(text, flush=True)
 
+    not_run |= try_all([name for name in names if name != "miniray"], say)
+    names = [name for name in names if name not in not_run]
+    pairs = {name: arguments.peer_pairs for name in names if name != "miniray"}
+    turns, cpu = {}, {}
+    if "miniray" in names:
+        turns["miniray"], cpu["miniray"] = measure_turns(arguments.pairs, say)
     intervals = {name: measure_interval(name, 1 if arguments.quick else 3, say) for name in names}
     every = {name: interval["every"] for name, interval in intervals.items()}
     found = {
         "interval": intervals,
-        "recovery": measure_recovery(names, every, kills, arguments.seed, say),
-        "overhead": measure_overhead(pairs, every, say),
+        "recovery": measure_recovery(names, every, arguments.kills, arguments.seed, say),
+        "overhead": {**turns, **measure_overhead(pairs, every, say)},
+        "cpu": cpu,
+        "not_run": not_run,
     }
     lines = summarize(names, found)
     columns = [*(PEERS[name].title for name in names), "miniray to the best"]
@@ -429,6 +509,8 @@ def main() -> None:
         print(common.markdown_table(columns, lines))
     else:
         common.print_table("one of two ranks is killed", columns, lines)
+    for name, reason in not_run.items():
+        print(f"{PEERS[name].title} didn't run: {reason}")
     record = {
         "started": started,
         "finished": common.stamp(),

@@ -20,6 +20,7 @@ class Worker:
         return functional.cross_entropy(self.model(images), labels)
 
 
-options = {"max_failures": 3} if EVERY else {"snapshot_every": None}
-DDPTrainer(num_workers=2, worker=Worker, **options).train(steps=STEPS)
+if __name__ == "__main__":
+    options = {"max_failures": 3} if EVERY else {"snapshot_every": None}
+    DDPTrainer(num_workers=2, worker=Worker, **options).train(steps=STEPS)
 # -- end

@@ -1,4 +1,4 @@
-"""Ray Train: it restarts all workers, which load the newest checkpoint that was reported."""
+"""Ray Train: it restarts all workers, which load the newest checkpoint that was uploaded."""
 
 # -- user code
 import itertools
@@ -7,7 +7,14 @@ import tempfile
 
 import ray.train
 import torch
-from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointUploadMode,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+)
 from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -39,13 +46,15 @@ def train():
 
 
 def report(model, optimizer, step):
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = None
-        if ray.train.get_context().get_world_rank() == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save({**state, "step": step}, os.path.join(folder, "state.pt"))
-            checkpoint = Checkpoint.from_directory(folder)
-        ray.train.report({"step": step}, checkpoint=checkpoint)
+    checkpoint = None
+    if ray.train.get_context().get_world_rank() == 0:
+        folder = tempfile.mkdtemp()  # is deleted after the upload
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**state, "step": step}, os.path.join(folder, "state.pt"))
+        checkpoint = Checkpoint.from_directory(folder)
+    ray.train.report(
+        {"step": step}, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.ASYNC
+    )
 
 
 TorchTrainer(

@@ -24,6 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 #: Steps of the run, and steps between two checkpoints; 0 for a run that doesn't protect itself.
 STEPS = int(os.environ.get("BENCH_STEPS_TOTAL", "100"))
 EVERY = int(os.environ.get("BENCH_EVERY", "0"))
+#: Steps of a turn of ``miniray_turns.py``: three epochs.
+TURN_STEPS = 96
 
 
 # Functions of this module, so that a process that unpickles a reference to them has the hook.

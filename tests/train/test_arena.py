@@ -118,6 +118,20 @@ def test_interrupted_write_leaves_the_step_before(inline: Any, monkeypatch: Any)
     assert_same(arena.read(4).shared, make_shared(4))
 
 
+def test_state_of_the_same_step_with_a_higher_count_is_newer(inline: Any) -> None:
+    """As after a call of the driver, in which one of the ranks may die."""
+    arena, writers = write_all(2, [4, 6])
+    writers[0].save(6, make_shared(7), make_own(0, 7), 1)
+    assert_same(arena.read(6).shared, make_shared(6))
+    writers[1].save(6, make_shared(7), make_own(1, 7), 1)
+    assert arena.find_newest_step() == 6
+    assert_same(arena.read(6).shared, make_shared(7))
+    for rank, writer in enumerate(writers):  # a checkpoint of an earlier step was loaded
+        writer.save(2, make_shared(2), make_own(rank, 2), 2)
+    assert arena.find_newest_step() == 2
+    assert_same(arena.read(2).own, [make_own(rank, 2) for rank in range(2)])
+
+
 @pytest.mark.parametrize("copy", [True, False])
 def test_single_slot_holds_the_last_step(inline: Any, copy: bool) -> None:
     arena, writers = write_all(2, [1, 2], num_slots=1)

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+import miniray
 from miniray.errors import ActorDiedError, BarrierTimeoutError, TaskError, WorkerTimeoutError
 from miniray.train.lockstep.group import LockstepGroup
-from miniray.train.lockstep.snapshots.memory import StepSnapshots
+from miniray.train.lockstep.snapshots.arena import SnapshotWriter
+from miniray.train.lockstep.snapshots.memory import SnapshotNeed, StepSnapshots
 from miniray.train.lockstep.snapshots.state import Keep, RankSnapshots
 from miniray.train.workers.budget import FailureBudget
 
@@ -117,3 +119,45 @@ def test_loss_while_state_is_kept_repeats_the_attempt():
     assert calls == ["attempt", "get_state", "attempt"]
     assert group.snapshots.is_empty  # no failure is left: nothing is kept
     assert (group.budget.failures, len(group.restarts)) == (1, 1)
+
+
+@pytest.fixture
+def with_memory():
+    """Ranks that have memory for snapshots, in which they have written steps 3 and 6."""
+    with miniray.init(backend="inline"):
+        group = Recorder(1)
+        group.step_snapshots = StepSnapshots(3, [].append)
+        assert group.step_snapshots.reserve([SnapshotNeed(10_000)])
+        (buffer,) = group.step_snapshots.buffers
+        writer = SnapshotWriter(buffer, group.step_snapshots.num_slots, 0, 1)
+        for step in (3, 6):
+            writer.save(step, {"lr": 0.1}, {})
+        yield group, writer
+        group.step_snapshots.close()
+
+
+def test_state_after_a_call_is_kept_in_shared_memory(with_memory):
+    group, writer = with_memory
+
+    def keep(method, arguments):
+        (count,) = arguments(0)
+        assert (method, writer.save(6, {"lr": 0.2}, {}, count)) == ("keep_snapshot", True)
+        return [6]
+
+    group.call_ranks = keep
+    assert group.run(lambda: "result", keep=Keep.ALL) == "result"
+    assert (group.snapshots.step, group.snapshots.is_empty) == (6, False)
+    group.take_newest_snapshot()
+    assert group.snapshots.create_call().method == "restore_snapshot"
+    assert group.snapshots.get_parts(lambda snapshot: (snapshot.shared,)) == ({"lr": 0.2},)
+
+
+def test_state_that_outgrew_the_memory_is_collected(with_memory):
+    group, _ = with_memory
+    group.snapshots = RankSnapshots(list, list)
+    part = {"step": 6, "weights": [1.0], "shared": "shared", "own": "random numbers"}
+    answers = {"keep_snapshot": [None], "get_snapshot": [part]}
+    group.call_ranks = lambda method, *_: answers[method]
+    assert group.run(lambda: "result", keep=Keep.OWN) == "result"
+    group.take_newest_snapshot()  # steps 3 and 6 were written before
+    assert group.snapshots.get_parts(None) == ([[1.0]], ["shared"], ["random numbers"])

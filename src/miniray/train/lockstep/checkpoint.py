@@ -147,9 +147,7 @@ class RankCheckpoints(WorkerCheckpoints):
         """Stop the ranks, which didn't reach the end of their step, and save their newest state."""
         group, state = self.get_group(), self.state
         group.stop()
-        newest = group.step_snapshots.take_newest(group.snapshots.step)
-        if newest is not None:
-            group.snapshots.set_local(newest)
+        group.take_newest_snapshot()
         if group.snapshots.is_empty:
             return
         weights, shared, own = group.snapshots.get_parts(self._convert)

@@ -152,9 +152,7 @@ class LockstepGroup:
         self._is_restarting = True
         try:
             self.stop()  # whatever they are in
-            newest = self.step_snapshots.take_newest(self.snapshots.step)
-            if newest is not None:
-                self.snapshots.set_local(newest)
+            self.take_newest_snapshot()
             self.budget.settle()
             rank: int | None = getattr(lost, "rank", None)
             self._start_from_snapshot(self.world.shrink(self.count, rank, self.snapshots.step))
@@ -165,6 +163,13 @@ class LockstepGroup:
         died_at = None if epoch_start is None or step is None else epoch_start + step
         self.on_event(create_restart_event(lost, epoch, died_at, resumed_at, seconds))
         self._report_resize()
+
+    def take_newest_snapshot(self) -> None:
+        """Move the newest state from shared memory to ``snapshots``. No rank may be running."""
+        after = None if self.snapshots.is_stored else self.snapshots.step
+        newest = self.step_snapshots.take_newest(after)
+        if newest is not None:
+            self.snapshots.set_local(newest)
 
     def _start_from_snapshot(self, count: int) -> None:
         """Start ``count`` ranks with the state that is kept, or else the initial state."""
@@ -196,7 +201,7 @@ class LockstepGroup:
         if not sizes:
             return
         wanted = sizes.pop()
-        self.snapshots.collect(self.call_ranks("get_snapshot"))
+        self._collect_state()
         self._is_restarting = True
         try:
             self.leave()
@@ -315,10 +320,23 @@ class LockstepGroup:
         """Keep the state that a restart needs, if another one is allowed."""
         if self.budget.is_spent:
             self.snapshots.clear()
+        elif keep is Keep.NOTHING:
+            return
+        elif self.step_snapshots.buffers:
+            count = self.step_snapshots.count_next()
+            steps = self.call_ranks("keep_snapshot", lambda _: (count,))
+            if None not in steps:
+                self.snapshots.set_stored(steps[0])
+            else:
+                self._collect_state()
         elif keep is Keep.ALL:
-            self.snapshots.collect(self.call_ranks("get_snapshot"))
-        elif keep is Keep.OWN:
+            self._collect_state()
+        else:
             self.snapshots.set_own(self.call_ranks("get_state"))
+
+    def _collect_state(self) -> None:
+        self.snapshots.collect(self.call_ranks("get_snapshot"))
+        self.step_snapshots.clear()
 
     # -- calls ------------------------------------------------------------------------------------
 

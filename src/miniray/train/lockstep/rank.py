@@ -48,6 +48,7 @@ class RankActor:
         self._replica: Any = None
         self._loop: Any = None
         self._writer: SnapshotWriter | None = None
+        self._snapshot_count = 0  # see ``keep_snapshot``
         self._keeper: SnapshotWriter | None = None  # for checkpoints
         self._steps_per_epoch: int | None = None
 
@@ -198,6 +199,18 @@ class RankActor:
             self._save_snapshot()
         return time.perf_counter() - start
 
+    def keep_snapshot(self, count: int) -> int | None:
+        """Write a snapshot while no step is under way. It is newer than those of a lower count.
+
+        Returns:
+            Its step; None if the state has outgrown the memory.
+        """
+        self._snapshot_count = count
+        if self._loop.save_snapshot is not None:
+            self._save_snapshot()
+            self._context.status.set_phase("idle")
+        return None if self._loop.save_snapshot is None else self._context.state.step
+
     def keep_state(self, buffer: SharedBuffer | None) -> bool:
         """Copy the state to a buffer, from which the driver writes a checkpoint.
 
@@ -218,7 +231,8 @@ class RankActor:
         assert self._writer is not None
         context.status.set_phase("snapshot")
         context.status.flush_logs()  # a restart doesn't repeat these steps
-        if not self._writer.save(context.state.step, *self._get_local_state()):
+        state = self._get_local_state()
+        if not self._writer.save(context.state.step, *state, self._snapshot_count):
             self._loop.save_snapshot = None
             print(
                 f"The state of rank {context.rank} has outgrown the memory for snapshots at step "

@@ -208,8 +208,9 @@ def random_state() -> dict[str, Any]:
     import torch
 
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    version, numbers, gauss = random.getstate()
     return {
-        "python": random.getstate(),
+        "python": (version, np.array(numbers, np.uint32), gauss),  # an array is stored quickly
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": cuda,
@@ -244,7 +245,8 @@ def preserve_state(modules: Iterable[Any], loader: Any) -> Iterator[None]:
 
 def set_random_state(state: Mapping[str, Any]) -> None:
     torch = sys.modules["torch"]
-    random.setstate(state["python"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(map(int, numbers)), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):

@@ -5,10 +5,14 @@ after an optimizer step. The memory outlives the ranks, so a restart continues f
 that every rank has committed, and the driver can write a checkpoint while the ranks continue. The
 memory is freed when the driver exits; afterwards, a run can only resume from checkpoints on disk.
 
+The state at one step can change, such as at the end of an epoch or in a call of the driver. The
+driver then lets all ranks write it again, and counts these calls. A snapshot with a higher count is
+newer.
+
 A slot:
 
 ====================  =============================================================================
-header page           magic, phase, step, size and checksum of the index, size of the data
+header page           magic, phase, count, step, size and checksum of the index, size of the data
 data                  arrays, each aligned to 64 bytes
 index                 JSON: the structure of the state, and where each array is
 ====================  =============================================================================
@@ -37,7 +41,8 @@ from miniray.train.run.tensors.encoding import Encoder, decode
 from miniray.train.run.tensors.tensorfile import Entry
 
 _MAGIC = b"mrsnap01"
-_HEADER = struct.Struct("<8sQqQQQ")  # magic, phase, step, bytes of index, its checksum, of data
+#: Magic, phase, count, step, bytes of the index, its checksum, bytes of the data.
+_HEADER = struct.Struct("<8sQqqQQQ")
 _PHASE = struct.Struct("<Q")
 _PAGE = 4096
 _ALIGNMENT = 64
@@ -59,6 +64,16 @@ class Snapshot(NamedTuple):
     step: int
     shared: Any
     own: list[Any]
+
+
+class _Version(NamedTuple):
+    """Orders snapshots; see the module."""
+
+    num_kept: int
+    step: int
+
+
+_EMPTY = _Version(-1, -1)
 
 
 class _Piece(NamedTuple):
@@ -133,20 +148,20 @@ class SnapshotWriter:
         self._memory = buffer.map()
         self._slot_bytes = buffer.size // num_slots
         self._rank, self._world_size = rank, world_size
-        self._steps = [-1] * num_slots  # step by slot; -1: nothing complete
+        self._versions = [_EMPTY] * num_slots
 
-    def save(self, step: int, shared: Any, own: Any) -> bool:
-        """Write a snapshot into the oldest slot.
+    def save(self, step: int, shared: Any, own: Any, count: int = 0) -> bool:
+        """Write a snapshot into the oldest slot. ``count`` never decreases.
 
         Returns:
             False if the state has outgrown the slots. Then nothing was written.
         """
-        slot = min(range(len(self._steps)), key=self._steps.__getitem__)
+        slot = min(range(len(self._versions)), key=self._versions.__getitem__)
         layout = _Layout(shared, own, self._rank, self._world_size)
         index = layout.index()
         if _PAGE + layout.data_bytes + len(index) > self._slot_bytes:
             return False
-        self._steps[slot] = -1
+        self._versions[slot] = _EMPTY
         memory = self._memory[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]
         _set_phase(memory, SlotPhase.WRITING)
         for piece in layout.pieces:
@@ -155,10 +170,10 @@ class SnapshotWriter:
         start = _PAGE + layout.data_bytes
         memory[start : start + len(index)] = index
         checksum = zlib.crc32(index)
-        header = (_MAGIC, SlotPhase.WRITING, step, len(index), checksum, layout.data_bytes)
-        memory[: _HEADER.size] = _HEADER.pack(*header)
+        sizes = (len(index), checksum, layout.data_bytes)
+        memory[: _HEADER.size] = _HEADER.pack(_MAGIC, SlotPhase.WRITING, count, step, *sizes)
         _set_phase(memory, SlotPhase.COMMITTED)
-        self._steps[slot] = step
+        self._versions[slot] = _Version(count, step)
         return True
 
 
@@ -215,17 +230,12 @@ class SnapshotArena:
         return sum(buffer.size for buffer in self._buffers)
 
     def find_newest_step(self) -> int | None:
-        """Return the newest step that all ranks have committed; None if there is none."""
-        if not self._buffers:
-            return None
-        steps = [
-            {step for step, _ in self._iter_committed(buffer, self.num_slots)}
-            for buffer in self._buffers
-        ]
-        return max(set.intersection(*steps), default=None)
+        """Return the step of the newest snapshot of all ranks; None if there is none."""
+        newest = max(self._find_committed(), default=None)
+        return None if newest is None else newest.step
 
     def read(self, step: int, *, copy: bool = True) -> Snapshot:
-        """Return a step's state.
+        """Return a step's newest state.
 
         Without ``copy``, an array that one rank has written as a whole is in the arena's memory. It
         changes when that rank overwrites the slot.
@@ -233,11 +243,17 @@ class SnapshotArena:
         Raises:
             KeyError: Some rank hasn't committed this step.
         """
-        slots = []
-        for buffer in self._buffers:
-            committed = dict(self._iter_committed(buffer, self.num_slots))
-            slots.append(committed[step])
-        return _assemble(step, slots, copy)
+        found = self._find_committed()
+        versions = [version for version in found if version.step == step]
+        if not versions:
+            raise KeyError(step)
+        return _assemble(step, found[max(versions)], copy)
+
+    def _find_committed(self) -> dict[_Version, list[memoryview]]:
+        """Return the slots of each snapshot that all ranks have committed, by rank."""
+        by_rank = [dict(_iter_committed(buffer, self.num_slots)) for buffer in self._buffers]
+        common = set.intersection(*map(set, by_rank)) if by_rank else set()
+        return {version: [slots[version] for slots in by_rank] for version in common}
 
     def clear(self) -> None:
         """Mark all slots as empty. No rank may be writing."""
@@ -252,28 +268,28 @@ class SnapshotArena:
             buffer.close()
         self._buffers.clear()
 
-    @staticmethod
-    def _iter_committed(buffer: SharedBuffer, num_slots: int) -> Iterator[tuple[int, memoryview]]:
-        memory = buffer.map()  # torch warns about arrays that are read-only
-        size = buffer.size // num_slots
-        for slot in range(num_slots):
-            view = memory[slot * size : (slot + 1) * size]
-            magic, phase, step, index_bytes, checksum, data_bytes = _HEADER.unpack_from(view)
-            start = _PAGE + data_bytes
-            if (
-                magic == _MAGIC
-                and phase == SlotPhase.COMMITTED
-                and start + index_bytes <= size
-                and zlib.crc32(view[start : start + index_bytes]) == checksum
-            ):
-                yield step, view
+
+def _iter_committed(buffer: SharedBuffer, num_slots: int) -> Iterator[tuple[_Version, memoryview]]:
+    memory = buffer.map()  # torch warns about arrays that are read-only
+    size = buffer.size // num_slots
+    for slot in range(num_slots):
+        view = memory[slot * size : (slot + 1) * size]
+        magic, phase, count, step, index_bytes, checksum, data_bytes = _HEADER.unpack_from(view)
+        start = _PAGE + data_bytes
+        if (
+            magic == _MAGIC
+            and phase == SlotPhase.COMMITTED
+            and start + index_bytes <= size
+            and zlib.crc32(view[start : start + index_bytes]) == checksum
+        ):
+            yield _Version(count, step), view
 
 
 def _assemble(step: int, slots: Sequence[memoryview], copy: bool) -> Snapshot:
     """Put the state together from one slot of each rank."""
     indexes = []
     for view in slots:
-        _, _, _, index_bytes, _, data_bytes = _HEADER.unpack_from(view)
+        *_, index_bytes, _, data_bytes = _HEADER.unpack_from(view)
         start = _PAGE + data_bytes
         indexes.append(json.loads(bytes(view[start : start + index_bytes])))
     shared = _Arrays(copy)

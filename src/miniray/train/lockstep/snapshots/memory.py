@@ -99,6 +99,7 @@ class StepSnapshots:
         self._requested, self._on_event = requested, on_event
         self._arena = SnapshotArena()
         self._copy_seconds = 0.0
+        self._num_kept = 0
         self.buffers: list[SharedBuffer] = []
         #: Whether the memory has yet to be reserved.
         self.is_pending = requested is not None
@@ -193,6 +194,11 @@ class StepSnapshots:
 
     def _choose_interval(self, step_seconds: float) -> int:
         return max(1, math.ceil(self._copy_seconds / (_COPY_SHARE * max(step_seconds, 1e-6))))
+
+    def count_next(self) -> int:
+        """Return the count of the snapshots that ranks write from now on; see ``arena``."""
+        self._num_kept += 1
+        return self._num_kept
 
     def take_newest(self, after: int | None) -> Snapshot | None:
         """Return the newest snapshot of all ranks if it is newer than step ``after``.

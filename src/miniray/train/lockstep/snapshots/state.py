@@ -1,4 +1,7 @@
-"""``RankSnapshots``: the state from which all ranks restart, in the memory of the driver."""
+"""``RankSnapshots``: the state from which all ranks restart.
+
+It is in the memory of the driver until the ranks can write it to shared memory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class LoadCall(NamedTuple):
 
 
 class RankSnapshots:
-    """The newest state of all ranks, in the memory of the driver.
+    """The newest state of all ranks after a call of the driver.
 
     Args:
         merge_weights, merge_shared: Combine what the ranks' ``gather_weights`` and
@@ -41,21 +44,29 @@ class RankSnapshots:
         self._merge_weights, self._merge_shared = merge_weights, merge_shared
         self._state: dict[str, Any] | None = None
         self._local: Snapshot | None = None  # in place of ``_state``
+        #: Whether the state is the newest one in the memory of ``StepSnapshots``.
+        self.is_stored = False
         #: Completed steps of the run in this state.
         self.step: int | None = None
 
     @property
     def is_empty(self) -> bool:
-        return self._state is None and self._local is None
+        return self._state is None and self._local is None and not self.is_stored
 
     def set(self, step: int, weights: Any, shared: Any, own: Sequence[Any]) -> None:
         """Keep a merged state; ``own`` may be of a different number of ranks."""
-        self.step, self._local = step, None
-        self._state = {"weights": weights, "shared": shared, "own": own}
+        self.clear()
+        self.step, self._state = step, {"weights": weights, "shared": shared, "own": own}
 
     def set_local(self, snapshot: Snapshot) -> None:
-        """Keep a state that the ranks wrote to shared memory."""
-        self.step, self._state, self._local = snapshot.step, None, snapshot
+        """Keep a copy of a state that the ranks wrote to shared memory."""
+        self.clear()
+        self.step, self._local = snapshot.step, snapshot
+
+    def set_stored(self, step: int) -> None:
+        """Leave the state to ``StepSnapshots``."""
+        self.clear()
+        self.step, self.is_stored = step, True
 
     def set_own(self, own: Sequence[Any]) -> None:
         """Replace the states of the ranks alone, if there is a snapshot."""
@@ -92,7 +103,7 @@ class RankSnapshots:
         return self._state["weights"], self._state["shared"], self._state["own"]
 
     def clear(self) -> None:
-        self.step = self._state = self._local = None
+        self.step, self._state, self._local, self.is_stored = None, None, None, False
 
     def create_call(self) -> LoadCall:
         """Return the call that restores this state."""
