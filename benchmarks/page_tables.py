@@ -225,11 +225,13 @@ PEER_ROWS = [
     ("A rank is killed: steps lost, mean", "一个 rank 被杀死：平均丢失的步数", "recovery", "lost"),
     ("– time until the next step", "– 到下一步的时间", "recovery", "seconds"),
     (
-        "Uncompressed Parquet on 4 ranks: rows per epoch",
-        "4 个 rank 读未压缩的 Parquet：每个 epoch 的行",
+        "Parquet from Hugging Face datasets, 4 ranks: rows per epoch",
+        "4 个 rank 读 Hugging Face datasets 写的 Parquet：每个 epoch 的行",
         "data",
         "epoch",
     ),
+    ("– until the first batch", "– 到第一个 batch 的时间", "data", "first_batch"),
+    ("– memory of a rank", "– 每个 rank 的内存", "data", "anonymous_mb"),
     ("– stopped halfway and resumed", "– 中途停止后恢复", "data", "resume_union"),
 ]
 
