@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from contextlib import contextmanager
 
+import hypothesis
 import pytest
 
 import miniray
@@ -47,7 +48,13 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Hide GPUs unless GPU tests are selected, because trainers reserve them."""
+    """Hide GPUs unless GPU tests are selected, because trainers reserve them.
+
+    Hypothesis measures no times: on a busy machine, any input takes long.
+    """
+    unhurried = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=unhurried)
+    hypothesis.settings.load_profile("busy")
     selects_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")
     if gpu_ids() and not selects_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
