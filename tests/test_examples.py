@@ -107,6 +107,7 @@ def test_ddp_reads_the_digits(tmp_path, run_script):
     assert float(re.search(r"Held-out accuracy: ([\d.]+)%", shown)[1]) > 95
 
 
+@pytest.mark.slow
 def test_the_gan_draws_its_samples(tmp_path, run_script):
     pytest.importorskip("sklearn")
     shown = run(

@@ -258,6 +258,7 @@ def test_late_response_is_dropped_after_run_change(open_page):
     assert page.locator("#log mark").count() == 0
 
 
+@pytest.mark.slow
 def test_eight_tabs_load_at_the_same_time(open_page):
     for _ in range(8):
         open_page("quick").wait_for_selector("#ranks tr[data-rank]")

@@ -176,7 +176,7 @@ class Mortal(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "tensor"])
+@pytest.mark.parametrize("kind", ["pipeline", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_a_part_of_the_model_that_is_lost_outside_of_an_epoch_costs_no_bit(engine, kind, caplog):
     """Dropout on. Of shards all have the layer, and wait for each other for the weights."""
     engine()

@@ -162,7 +162,8 @@ def test_ddp_trainer_trains_and_evaluates_on_each_row_once(worker, tmp_path, mon
 
 
 def test_data_parallel_trainer_trains_and_evaluates_on_each_row_once():
-    train(DataParallelTrainer(num_workers=2, worker=Line, progress=False, backend="inline"))
+    options = {"sanity_batches": 0, "progress": False, "backend": "inline"}
+    train(DataParallelTrainer(num_workers=2, worker=Line, **options))
 
 
 def test_shard_sampler_takes_the_rank_of_the_worker(monkeypatch):

@@ -26,7 +26,7 @@ from miniray.doctor.layout import Cell, Real
 # Looked up once: these are in the way of every event and every step.
 _pack_event = layout.EVENT.pack_into
 _EVENTS_AT, _EVENT_SLOTS, _EVENT_SIZE = layout.EVENTS_AT, layout.EVENT_SLOTS, layout.EVENT.size
-_EVENT_WORDS = layout.EVENT_WORDS
+_EVENT_WORDS, _CELLS_AT = layout.EVENT_WORDS, layout.CELLS_AT
 _monotonic_ns = time.monotonic_ns
 
 #: An event that was added: its number, from 1, and where it is.
@@ -149,7 +149,8 @@ class Box:
         ints = self.ints
         # Plain numbers for cells here and below: Cell.STEP and the like would double the time.
         ended = 0 if is_open else now
-        _pack_event(self.mapped, at, count, now, ended, sequence, ints[4], what, count)
+        _pack_event(self.mapped, at, 0, now, ended, sequence, ints[4], what, count)
+        ints[at - _CELLS_AT >> 3] = count  # last, see layout
         ints[1 if blocking and is_open else 0] = count
         return count, at
 
@@ -157,13 +158,13 @@ class Box:
         """Add this call, open, at ``now``.
 
         Word by word: nothing that was not used a moment ago is needed for it, and where code runs
-        cold that is half the time of ``pack_into``. The last word makes the record a whole one.
+        cold that is half the time of ``pack_into``. The last store makes the record a whole one.
         """
         first, second, sizes, next_one, cell = call
         count = self.next_event()
         ints = self.ints
         at = layout.FIRST_EVENT + count % _EVENT_SLOTS * _EVENT_WORDS
-        ints[at] = count
+        ints[at + 13] = count
         ints[at + 1] = now
         ints[at + 2] = 0
         ints[at + 3] = next_one()
@@ -172,7 +173,7 @@ class Box:
         ints[at + 6] = second
         for index, size in enumerate(sizes, at + 7):
             ints[index] = size
-        ints[at + 13] = count
+        ints[at] = count
         ints[cell] = count
         return count, layout.CELLS_AT + at * 8
 

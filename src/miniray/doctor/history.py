@@ -20,7 +20,7 @@ from miniray.doctor.model import Steps
 
 # Looked up once: these are needed in every step.
 _pack, _STEPS_AT, _STEP_SIZE = layout.STEP.pack_into, layout.STEPS_AT, layout.STEP.size
-_NO_LOSS = layout.NO_LOSS
+_NO_LOSS, _CELLS_AT = layout.NO_LOSS, layout.CELLS_AT
 
 #: Nanoseconds of an entry: all, waiting for data, backward, collectives.
 Parts = tuple[int, int, int, int]
@@ -119,11 +119,13 @@ class StepHistory:
 
     def _write(self, e: _Entry) -> None:
         self._writes = number = self._writes + 1
+        at = _STEPS_AT + e.slot * _STEP_SIZE
         _pack(
-            self._box.mapped, _STEPS_AT + e.slot * _STEP_SIZE,
-            number, e.step, e.count, e.epoch, e.ended, *e.parts, e.loss, e.batch_size, e.attempt,
+            self._box.mapped, at,
+            0, e.step, e.count, e.epoch, e.ended, *e.parts, e.loss, e.batch_size, e.attempt,
             number,
         )  # fmt: skip
+        self._box.ints[at - _CELLS_AT >> 3] = number  # last, see layout
 
     def _thin(self) -> None:
         """Free slots: merge every second entry of the attempts that have the smallest stride."""
