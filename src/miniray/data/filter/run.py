@@ -133,12 +133,16 @@ class FilterRun:
 
     def _make_parts_folder(self) -> None:
         """Create the directory of items, which a run over other files removes if it is empty."""
-        try:
-            self._parts.mkdir(exist_ok=True)
-        except OSError as error:
-            raise DataError(
-                f"The filter's answers can't be kept in {self._parts}: {error.strerror}."
-            ) from error
+        while not self._parts.is_dir():
+            try:
+                self._parts.mkdir()
+            except OSError as error:
+                # A different rank can create or remove the directory at the same time.
+                if isinstance(error, FileExistsError) and not self._parts.is_file():
+                    continue
+                raise DataError(
+                    f"The filter's answers can't be kept in {self._parts}: {error.strerror}."
+                ) from error
 
     def _is_joined(self) -> bool:
         """Return whether a different rank has joined and removed all items."""
