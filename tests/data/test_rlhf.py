@@ -33,7 +33,7 @@ TEMPLATE = (
 )
 WORDS = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", "<image>", "user", "assistant", "where"]
 PAD, UNK, START, END, IMAGE, USER, ASSISTANT, WHERE = range(8)
-# What the template makes of n words "where": 2 before, 1 after, 2 for the answer's start.
+# Tokens that the template adds to n words "where": 2 before, 1 after, 2 to start the answer.
 AROUND = 5
 
 

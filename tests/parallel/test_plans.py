@@ -1,4 +1,4 @@
-"""What is decided before any worker starts: cuts, plans, layouts; and what is refused."""
+"""Decisions made before any worker starts: cuts, plans, layouts and rejected inputs."""
 
 import itertools
 
@@ -84,7 +84,7 @@ def test_stages_are_balanced_by_time_and_kept_under_the_memory_limit():
         return plan_stages(costs, gpipe, layout, **choices, memory_limit=limit)
 
     assert plan(None).sizes == [1, 3]  # 6 and 6 seconds
-    # 4 × 4000 bytes a layer and 4 × 100 of activations: three layers are 49200 bytes, two 32800.
+    # 4 × 4000 bytes per layer, 4 × 100 of activations: three layers are 49200 bytes, two 32800.
     assert plan(40_000).sizes == [2, 2]
     with pytest.raises(ValueError, match=r"20\.0 KB.*32\.8 KB"):
         plan(20_000)
@@ -189,7 +189,7 @@ def test_a_plan_is_derived_from_kinds_names_and_order():
         "head": "colwise_gather",
     }
     assert plan.heads == {"blocks.0.attn": "n_heads"}
-    # Of a colwise Linear(16, 32): weight and bias halved; of a rowwise one: the weight alone.
+    # A colwise Linear(16, 32) halves weight and bias; a rowwise one halves only the weight.
     assert plan.bytes["blocks.0.fc1.bias"] == (128, 64)
     assert plan.bytes["blocks.0.fc2.weight"] == (2048, 1024)
     assert plan.bytes["blocks.0.fc2.bias"] == (64, 64)

@@ -45,7 +45,7 @@ def same(one, other):
 
 
 def test_a_run_goes_on_with_the_same_bits_and_on_another_layout(engine, tmp_path):
-    """Dropout and shuffling on: the random numbers of every rank go on where they were."""
+    """With dropout and shuffling, the random numbers of every rank continue where they stopped."""
     engine()
     shuffled = torch.utils.data.DataLoader(make_data().dataset, batch_size=8, shuffle=True)
     halving = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)

@@ -53,7 +53,7 @@ class TinyLM(nn.Module):
         itself = torch.eye(total, dtype=torch.bool, device=x.device)[total - new :]
         causal = torch.ones_like(itself).tril(total - new)
         seen = causal & attention_mask[:, None, :].bool()
-        # A padding query sees nothing; with itself its row is finite, and nobody looks at it.
+        # A padding query sees nothing. With itself, its row is finite; the result is unused.
         seen = seen | itself
         score = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
         h = x + score.softmax(-1) @ v

@@ -212,7 +212,7 @@ class _Settings(types.SimpleNamespace):
 
 
 class _Anything(dict):
-    """Metrics nobody reads."""
+    """Metrics that are never read."""
 
     def __missing__(self, key):
         return self.setdefault(key, [])

@@ -1,4 +1,4 @@
-"""``critic_lr``: a rate of its own for what only values need; a reference without a critic."""
+"""``critic_lr``: separate learning rate of the value parameters; a reference without a critic."""
 
 import copy
 import math
@@ -63,7 +63,7 @@ def test_a_step_by_hand(critic_lr, rate):
 
 
 def adamw(first, second):
-    """What two updates of AdamW make of ``worth``, with these rates."""
+    """Return ``worth`` after two updates of AdamW with these rates."""
     after_one = first  # 0 - rate * sign of the gradient
     one, two = -0.5, 0.5 * (after_one - 1)
     mean = (0.9 * 0.1 * one + 0.1 * two) / (1 - 0.9**2)
@@ -86,7 +86,7 @@ def test_the_optimizers_state_is_kept_whether_or_not_the_rate_is_new(saved, resu
     rates = [0.3 if rate is None else rate for rate in (saved, resumed)]
     assert adamw(*rates) != pytest.approx(rates[0] + rates[1], abs=0.005)  # a state that was lost
     assert float(weights["worth"]) == pytest.approx(adamw(*rates), rel=1e-5)
-    assert weights["before"][2] > 0.3  # the second update went on in the same direction
+    assert weights["before"][2] > 0.3  # the second update has the same direction
     assert torch.equal(weights["before"], weights["after"])
 
 

@@ -45,7 +45,7 @@ def test_cache_padding_sharing_and_leaving_change_nothing():
     wanted = check(model, TOKENIZER.eos_token_id)
     lengths = {len(r) for r in wanted}
     assert len(lengths) > 2  # rows did leave the batch at different times
-    assert wanted[0] != wanted[2]  # equal prompts, seeds of their own
+    assert wanted[0] != wanted[2]  # equal prompts, different seeds
     alone = [
         generate(model, [p], [s], LONG, eos_ids=[TOKENIZER.eos_token_id])[0].tolist()
         for p, s in zip(PROMPTS, SEEDS, strict=True)
@@ -270,12 +270,12 @@ def test_rows_with_images_are_seen_in_prompts_and_log_probs():
     texts = made.texts
     assert texts[0] == texts[1]
     assert len(set(texts)) == 3
-    # What a processor has made of them is handed on without a method for it.
+    # Inputs created by a processor are passed on without a custom method.
     inputs = [{"multi_modal_inputs": {"pixels": torch.ones(i) * i}} for i in (0, 1, 2)]
     plain = CausalLM(model, TOKENIZER)
     assert plain.extra_inputs([*inputs, {}])["pixels"].tolist() == [1, 2, 2]
     assert plain.extra_inputs(rows) == {}
-    # The pass that gives log-probs sees the same: there, too, what is likeliest is what was said.
+    # The log-prob pass has the same inputs: its most likely tokens are the generated ones.
     greedy = policy.generate(rows, [5] * 4, Sampling(max_new_tokens=3, temperature=0))
     rollouts = Rollouts(rows, range(4), range(4), greedy)
     (batch,) = rollouts.micro_batches(1000, device="cpu")

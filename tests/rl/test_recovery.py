@@ -44,7 +44,7 @@ class Killed(RLWorker):
 
     def train_epoch(self, epoch, seed, kl_coef):
         self.step = epoch
-        torch.rand(1)  # a state of its own
+        torch.rand(1)  # advance the random state
         return super().train_epoch(epoch, seed, kl_coef)
 
     def _rollout(self, rows, step, *arguments):

@@ -102,7 +102,7 @@ def test_a_function_that_loops_is_ended_and_skipped():
     try:
         made = score(hangs_at_b, on_error="skip", timeout=LIMIT)
         assert made == [{"reward": 1.0}, None, {"reward": 1.0}, {"reward": 1.0}]
-        assert ended.wait(30)  # by an exception: nobody has released it
+        assert ended.wait(30)  # by an exception: the event is not set yet
     finally:
         released.set()
 

@@ -29,7 +29,7 @@ def test_temperature_sharpens_and_zero_takes_the_most_likely():
 
 
 def test_top_k_and_top_p_leave_the_most_likely():
-    # Of 1 token; of 3 tokens with .9 in all: .45 is the first's end, .675 the second's.
+    # 1 token, then 3 tokens with .9 in total: the first ends at .5/.9, the second at .7/.9.
     assert chosen(Sampling(top_k=1), [0.999]) == [0]
     assert chosen(Sampling(top_k=3), [0.55, 0.57, 0.77, 0.79, 0.999]) == [0, 1, 1, 2, 2]
     assert chosen(Sampling(top_p=0.5), [0.999]) == [0]

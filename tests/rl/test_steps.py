@@ -125,7 +125,7 @@ def test_a_reward_may_be_named_like_a_count_of_steps(local_engine):
 
 
 class Loader:
-    """Batches with a state of its own, in an order that is random but known."""
+    """Loader with a state that yields batches in a random but known order."""
 
     def __init__(self, rank):
         self.rank, self.epoch, self.taken = rank, 0, 0

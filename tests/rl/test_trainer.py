@@ -158,7 +158,7 @@ def test_a_learning_rate_schedule_reaches_the_optimizer():
         assert torch.equal(weights[name], value)
 
 
-# -- policies of one's own ------------------------------------------------------------------------
+# -- custom policies ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [GRPOTrainer, PPOTrainer])
@@ -304,7 +304,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 class Columns:
-    """Rows as a dataset has them that is no list: they can be asked for one by one."""
+    """Dataset that isn't a list: rows can only be read one by one."""
 
     def __len__(self):
         return 3

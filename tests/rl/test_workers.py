@@ -1,4 +1,4 @@
-"""Several workers in processes of their own: the same update however many, faults, bytes."""
+"""Several workers in separate processes: same update for any number, faults, bytes."""
 
 import os
 import re
@@ -165,7 +165,7 @@ def test_a_run_resumes_bit_for_bit_and_on_another_number_of_workers(local_engine
         with warns(UserWarning):
             trainer.train(steps=6, resume=True)
         pair = weights_of(trainer)
-    for name in weights:  # both took up the one's optimizer
+    for name in weights:  # both restored the single worker's optimizer
         assert torch.equal(pair[0][name], pair[1][name])
     assert alone["loss"] == pytest.approx(wanted["loss"], rel=1e-4, abs=1e-6)
     assert alone["kl"] == pytest.approx(wanted["kl"], rel=1e-3)

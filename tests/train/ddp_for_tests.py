@@ -86,7 +86,7 @@ class Looper:
 
 
 class Skipping(Looper):
-    """A loop of its own that leaves something out on rank 1, for its second batch."""
+    """Custom training loop that skips a part of the second batch on rank 1."""
 
     def __init__(self, worker_id=0, skip="batch"):
         super().__init__(worker_id, rows=(16, 16))
@@ -110,7 +110,7 @@ LOST_CONNECTION = "Connection closed by peer: the database timed out"
 
 
 class Faulty(Stepper):
-    """Goes wrong on one rank in the step it is told to; a file remembers that it did."""
+    """Worker of which one rank fails in the step ``at``; a file records that it did."""
 
     def __init__(self, worker_id, how, marker="", at=(0, 2), victim=1):
         super().__init__(worker_id, n=32)
@@ -193,7 +193,7 @@ def apart(a, b):
 
 
 def local_bytes(worker):
-    """Of weights and the optimizer's numbers, in this process."""
+    """Return the bytes of weights and optimizer state in this process."""
     numbers = [v for state in worker.optimizer.state.values() for v in state.values()]
     held = [*worker.model.parameters(), *(v for v in numbers if v.dim())]
     return sum(getattr(value, "_local_tensor", value).nbytes for value in held)

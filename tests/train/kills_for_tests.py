@@ -36,7 +36,7 @@ DRIVER = "driver"  # a phase in which the victim kills the driver
 
 
 class _Process:
-    """What this rank has done since it started."""
+    """Counters of this rank since it started."""
 
     steps = 0
     copies = 0  # of this snapshot
@@ -80,7 +80,7 @@ class Plan:
             self.kill(int(self._path("pid-driver").read_text()))
 
     def get_victim(self, phase):
-        """Return the rank that dies; of a split model, rank 0 loads for the others."""
+        """Return the rank to kill. If the model is split, rank 0 loads the data for all ranks."""
         return 0 if phase == "data" and self.kind in ("pipeline", "tensor") else VICTIM
 
     def get_next(self):

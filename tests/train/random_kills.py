@@ -1,10 +1,10 @@
-"""Whole runs killed at random moments, and taken up again: ``python -m`` this FOLDER SEED...
+"""Kill whole runs at random moments and resume them: ``python -m`` this FOLDER SEED...
 
-Each seed: a driver trains on the local engine with two workers and saves every epoch; a random
-moment after a random checkpoint (or before the first) a random one of its processes is killed.
-Whatever it was, the driver must end by itself, nothing of it may be left, every checkpoint that was
-complete must be there and loadable, and a new driver that resumes must reach exactly the bits of a
-run that was let alone.
+For each seed, a driver trains on the local engine with two workers and saves every epoch. At a
+random moment after a random checkpoint (or before the first), a random process is killed.
+In each case, the driver must exit by itself and leave nothing behind, every checkpoint that was
+complete must exist and be loadable, and a new driver that resumes must match, bit for bit, a
+run that was not interrupted.
 
 Drivers are forks of this process, which has one thread and the imports but no torch.
 """
@@ -143,7 +143,7 @@ def one(folder, seed, usual, expected):
     before = complete(run_dir)
     if kind == "everything":
         for process in everybody:
-            send(process, signal.SIGSTOP)  # so that nobody sees another one's end
+            send(process, signal.SIGSTOP)  # so that no process sees another one exit
         for process in everybody:
             send(process, signal.SIGKILL)
     elif victims:

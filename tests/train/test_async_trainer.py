@@ -1,4 +1,4 @@
-"""``mode="async"``: nobody waits for a slow worker, and every epoch is still counted once."""
+"""``mode="async"``: no worker waits for a slow one, and every epoch is still counted once."""
 
 import os
 import time
@@ -105,7 +105,7 @@ def test_a_slow_worker_holds_up_nobody(tmp_path):
 
 
 def test_staleness_bounds_how_far_ahead_a_worker_gets(tmp_path):
-    """Worker 1 waits until worker 0 has ended epoch 1: it may be there, one sync ahead."""
+    """Worker 1 waits until worker 0 has finished epoch 1, which is one sync ahead."""
     seen = []
 
     class Look(Callback):
@@ -117,7 +117,7 @@ def test_staleness_bounds_how_far_ahead_a_worker_gets(tmp_path):
         tmp_path / "f", backend="local", waits=waits, staleness=1, callbacks=[Look()]
     ) as trainer:
         trainer.train(epochs=5)
-    # Of worker 1 after its first epoch: worker 0 was held back before its third.
+    # Seen by worker 1 after its first epoch: worker 0 had to wait before its third.
     first_of_1 = seen[0][1]
     assert "ended-0-1" in first_of_1
     assert "began-0-2" not in first_of_1
@@ -169,7 +169,7 @@ def test_a_stopped_run_is_taken_up_where_each_worker_was(tmp_path):
         assert trainer.train(epochs=6).epochs == 1
         before = Tally(worker for worker, _ in done(tmp_path / "f"))
         assert before[0] >= 4 > 2 >= before[1]
-        assert trainer.train(epochs=1).epochs == 2  # going on in the same process
+        assert trainer.train(epochs=1).epochs == 2  # continue in the same process
     with make(tmp_path / "f", **options) as trainer:
         result = trainer.train(epochs=6, resume=True)
     assert done(tmp_path / "f") == every(2, 6)

@@ -17,7 +17,7 @@ from miniray.train.run.state import TrainState
 
 
 class Trainer:
-    """What callbacks use of a trainer, and the order in which hooks are called."""
+    """The trainer attributes that callbacks use, and a record of the order of hook calls."""
 
     def __init__(self, tmp_path, workers=()):
         self.run = RunDirectory.open(tmp_path / "run")

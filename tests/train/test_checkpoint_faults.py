@@ -48,7 +48,7 @@ def mount_disk(disk, size):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 1 MiB of its own."""
+    """A separate file system of 1 MiB."""
     with mount_disk(tmp_path / "disk", "1m") as disk:
         yield disk
 
@@ -65,12 +65,12 @@ def test_a_full_disk_leaves_the_checkpoint_before(small_disk):
     assert [event["event"] for event in events] == ["checkpoint_failed"]
     assert [p.name for p in (small_disk / "c").iterdir()] == ["epoch-00000000"]
     assert store.load()[1]["w"].size == 50_000
-    store.save(1, {"w": np.zeros(60_000)})  # and it goes on when there is room
+    store.save(1, {"w": np.zeros(60_000)})  # saving works again once there is space
     assert store.load()[0] == 1
 
 
 def test_a_disk_that_fills_up_at_any_byte(small_disk):
-    """The space left shrinks from save to save, so that each file in turn is the one that fails."""
+    """Each save has less free space than the one before, so each file fails in turn."""
     store = CheckpointStore(small_disk / "c", keep_last=None)
     store.save(0, {"w": np.zeros(1000), "v": np.ones(1000)})
     ballast = open(small_disk / "ballast", "wb")

@@ -37,7 +37,7 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path, monkeypatch):
-    """As everywhere, but the engine goes on."""
+    """Run in an empty directory and keep the engine running."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -163,7 +163,7 @@ def test_a_rank_that_hangs_in_an_evaluation_is_named_too(engine, check_message):
 
 
 class SlowToLoad(Stepper):
-    """Rank 1 has its data when somebody has complained."""
+    """Worker whose rank 1 loads its data only when ``marker`` exists."""
 
     def load_data_shard(self, shard_id, num_shards, marker):
         while shard_id == 1 and not os.path.exists(marker):

@@ -1,4 +1,4 @@
-"""Open handles inside of a dataset are found and named; what may travel is not."""
+"""Find and name open handles in a dataset, but not objects that can be pickled."""
 
 import functools
 import io

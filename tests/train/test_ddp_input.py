@@ -1,4 +1,4 @@
-"""What a DDP worker may bring, and what is refused: loaders, schedules, metrics, options."""
+"""Supported and rejected inputs of a DDP worker: loaders, schedules, metrics, options."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ from tests.train.ddp_for_tests import Stepper, make_data  # noqa: E402
 
 
 def share(loader, world_size=2, sharded=False):
-    """(the loader of rank 1, who takes which samples, if miniray deals them out)"""
+    """Return the loader of rank 1 and, if miniray shards the data, the plan of samples per rank."""
     own = take_share(loader, 1, world_size, accumulate=1, uneven="join", seed=0, sharded=sharded)
     return own, getattr(planned(own), "plan", None)
 
@@ -210,7 +210,7 @@ def test_an_optimizer_of_another_model_is_refused(raises):
 
 
 class Margin(Stepper):
-    """Its loss has weights of its own, as in metric learning."""
+    """Worker whose loss has trainable weights, as in metric learning."""
 
     def __init__(self, worker_id):
         super().__init__(worker_id)

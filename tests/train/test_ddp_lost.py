@@ -27,14 +27,14 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path, monkeypatch):
-    """As everywhere, but the engine goes on."""
+    """Run in an empty directory and keep the engine running."""
     monkeypatch.chdir(tmp_path)
 
 
 class Mortal(Stepper):
-    """One rank is killed at the ``when``-th time it comes ``where`` it is told, once.
+    """Worker of which one rank is killed once, when it reaches ``where`` for the ``when``-th time.
 
-    Dropout in training and a loader in evaluations: both draw random numbers.
+    Dropout in training and the loader in evaluation both draw random numbers.
     """
 
     def __init__(self, worker_id, where="", when=1, victim=1):
@@ -202,7 +202,7 @@ class LookAgain(Callback):
 
 @pytest.mark.slow
 def test_what_is_lost_while_ranks_start_again_is_a_failure_more(undisturbed):
-    """The first dies in an evaluation; of those started again one dies in a callback's call."""
+    """One rank is killed in an evaluation, then a restarted rank in a call from a callback."""
 
     class TwiceMortal(Mortal):
         def at(self, here):
@@ -241,7 +241,7 @@ def test_a_rank_killed_after_the_run_is_replaced_in_the_next_call():
 
 @pytest.mark.slow
 def test_after_the_run_too(undisturbed):
-    """Killed or stopped while nothing is asked of them; a call then goes on with others."""
+    """Ranks are killed or stopped while idle; the next call continues with their replacements."""
     options = {"worker": Mortal, "seed": SEED, "progress": False, "eval_interval": 1}
     with Busy(2, max_failures=2, **options) as trainer:
         trainer.train(epochs=2)
@@ -260,7 +260,7 @@ def test_after_the_run_too(undisturbed):
 
 
 class SelfEvaluated(Mortal):
-    """Its own evaluation changes the model: running statistics go on, as it is left in training."""
+    """Worker whose ``evaluate`` updates running statistics: the model stays in training mode."""
 
     def __init__(self, worker_id, **kwargs):
         super().__init__(worker_id, **kwargs)

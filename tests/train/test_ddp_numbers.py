@@ -83,7 +83,7 @@ class Twice(Stepper):
 
 
 class Halves(Stepper):
-    """A model in two parts, both of which the trainer is told of."""
+    """Worker with a model in two parts, both registered with the trainer."""
 
     def __init__(self, worker_id):
         super().__init__(worker_id, n=57)
@@ -96,7 +96,7 @@ class Halves(Stepper):
 
 
 def test_a_rank_without_samples_takes_part_in_the_step_whatever_the_step_calls(places):
-    """The last step is of one sample. What rank 1 does in it for company counts 0 times."""
+    """The last step has one sample, and the batch of rank 1 in that step has weight 0."""
     _, weights = one_process(57, 8, epochs=3)
     ranks = run_ranks(places[:2], cls=Twice)
     averages = [found["own"]["worker"] for found in ranks]
@@ -155,7 +155,7 @@ def test_a_loop_of_the_users_own_is_averaged_too(places):
 
 
 class ShardedLooper(Looper):
-    """Without a trainer nobody calls ``load_data_shard``."""
+    """Worker that calls ``load_data_shard`` itself because no trainer is used."""
 
     def __init__(self, worker_id, rows):
         super().__init__(worker_id, rows)

@@ -67,7 +67,7 @@ def test_a_barrier_names_who_is_missing_and_where(host, check_message):
         error = failure.value
         assert (error.name, error.missing) == ("before-iteration", (1,))
         assert (error.rank, error.epoch, error.step) == (0, 4, None)
-        second.barrier("before-iteration")  # rank 0 has been there
+        second.barrier("before-iteration")  # rank 0 has reached it
         second.post()
         assert read_positions(host.store, host.spec)[1].phase == "after barrier 'before-iteration'"
     finally:

@@ -1,4 +1,4 @@
-"""Who takes which samples in which step: pure arithmetic, all small cases."""
+"""Assignment of samples to ranks and steps: pure arithmetic, all small cases."""
 
 import pytest
 from hypothesis import given
@@ -100,7 +100,7 @@ def test_samples_are_dealt_out_in_turn_and_weighted_by_hand():
     # Two full micro-batches: 2 ranks x 2 of 8 samples. Then 2 and 1 of 3 samples.
     assert list(plan.windows(0)) == [(0.5, 0.5), (2 * 2 / 3,)]
     assert list(plan.windows(1)) == [(0.5, 0.5), (2 * 1 / 3,)]
-    # One sample more: rank 1 has none of it, and goes through its last ones again for company.
+    # One more sample: rank 1 has none left and repeats its last ones with weight 0.
     plan = EpochPlan(9, 2, 2, accumulate=2)
     assert list(plan.windows(0)) == [(0.5, 0.5), (2.0,)]
     assert list(plan.windows(1)) == [(0.5, 0.5), (0.0,)]
@@ -128,10 +128,10 @@ def test_ranks_with_nothing_to_do_and_uneven_shares_are_named(raises):
 def test_batches_that_ranks_bring_themselves(raises):
     assert create_counted_windows([2, 2], 0, 1, "join") == [(1.0,), (1.0,)]
     assert create_counted_windows([3, 3], 1, 2, "error") == [(0.5, 0.5), (1.0,)]
-    # Rank 1 has one less: it keeps rank 0 company in the last step.
+    # Rank 1 has one batch less: its last step has weight 0.
     assert create_counted_windows([3, 2], 0, 1, "join")[2] == (2.0,)
     assert create_counted_windows([3, 2], 1, 1, "join")[2] == (0.0,)
-    # In the middle of a step: of its three batches each counts a third, the average is over two.
+    # In the middle of a step: each of its three batches counts a third, averaged over two ranks.
     assert create_counted_windows([4, 3], 0, 2, "join")[1] == (2 / 3, 2 / 3)
     assert create_counted_windows([4, 3], 1, 2, "join")[1] == (2 / 3, 0.0)
     assert len(create_counted_windows([5, 3], 0, 1, "drop")) == 3

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)  # processes start slowly on a machine tha
 #: n, batch size of a rank, ranks, accumulate, clip_norm
 CASES = [
     (64, 4, 2, 3, 0.1),
-    (57, 4, 2, 1, None),  # a last batch of one sample: rank 1 goes along for company
+    (57, 4, 2, 1, None),  # last batch has one sample: rank 1 repeats a batch
     (57, 4, 3, 2, 0.2),  # 3 rows of the last layer on 3 ranks, 8 of the first: 3, 3 and 2
 ]
 
@@ -40,7 +40,7 @@ def _engine():
 
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path, monkeypatch):
-    """As everywhere, but the engine goes on."""
+    """Run in an empty directory and keep the engine running."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -67,7 +67,7 @@ def test_losses_and_weights_are_those_of_one_process_and_each_rank_holds_its_par
             assert mean == pytest.approx(losses[epoch], abs=1e-5), case
         # 67 weights, and as many first and second moments of Adam, of 4 bytes each.
         assert sum(found["bytes"] for found in ranks) == 3 * 67 * 4, case
-        # Of rows 8, 8, 3 and 3 the first of 2 ranks has 4, 4, 2, 2; the first of 3 has 3, 3, 1, 1.
+        # For 8, 8, 3, 3 rows, the first of 2 ranks has 4, 4, 2, 2; the first of 3 has 3, 3, 1, 1.
         assert (
             ranks[0]["bytes"] == 3 * 4 * {2: 4 * 4 + 4 + 2 * 8 + 2, 3: 12 + 3 + 8 + 1}[world_size]
         )
@@ -128,11 +128,11 @@ def test_a_checkpoint_fits_every_number_of_workers_sharded_or_not(warns):
     loss = torch.nn.functional.cross_entropy(plain(x), y).item()
     assert scores["loss"] == pytest.approx(loss, abs=1e-5)
     assert scores["num_samples"] == 9
-    # The same layout goes on with the same bits.
+    # The same layout resumes with bit-identical weights.
     with DDPTrainer(2, shard="full", run_dir="again", **options) as trainer:
         trainer.train(epochs=2, resume=path)
         assert same(trainer.model_weights(), expected)
-    # Whole models take it up too, with the optimizer's memory, and go the same way on.
+    # Unsharded models can also load it with the optimizer state, and reach nearly equal weights.
     with DDPTrainer(2, run_dir="whole", **options) as trainer:
         trainer.train(epochs=2, resume=path)
         assert apart(trainer.model_weights(), expected) < 1e-5

@@ -32,7 +32,7 @@ def _engine():
 
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path, monkeypatch):
-    """As everywhere, but the engine goes on."""
+    """Run in an empty directory and keep the engine running."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -72,14 +72,14 @@ def test_going_on_from_a_checkpoint_gives_the_same_bits(tmp_path, warns):
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert lr["param_groups"][0]["lr"] == 0.1 / 4  # stepped after epochs 2 and 4
     assert set(load_model(final)) == set(expected)  # the names are the model's own
-    # What every rank printed, marked; its black box beside it.
+    # The prefixed output of every rank, next to its flight recorder.
     lines = (tmp_path / "whole" / "ranks" / "1.log").read_text().splitlines()
-    # It has 7 batches, rank 0 has 8: the last one goes with it again, for company.
+    # Rank 1 has 7 batches and rank 0 has 8, so rank 1 repeats its last batch.
     assert lines == [f"[Rank 1/2] batch {number}" for number in (*range(7), 6)] * 4
     assert (tmp_path / "whole" / "ranks" / "1.box").exists()
     assert json.loads((tmp_path / "whole" / "run.json").read_text())["config"]["uneven"] == "join"
 
-    # On another number of workers the order of samples and the optimizer's memory go on.
+    # A different number of workers resumes the sample order and the optimizer state.
     with DDPTrainer(3, run_dir="parts", resume=True, **options) as trainer:
         with warns(UserWarning):
             result = trainer.train(epochs=3)
@@ -176,7 +176,7 @@ class Fetching(Stepper):
 
 
 def test_loader_processes_are_started_and_ended_and_bars_are_rank_0s():
-    """Whatever a rank prints, by a handler made in ``__init__`` too, is marked and kept."""
+    """All output of a rank is prefixed and kept, also from a handler created in ``__init__``."""
     psutil = pytest.importorskip("psutil")
     with DDPTrainer(2, worker=Fetching, seed=SEED, progress=False) as trainer:
         trainer.train(epochs=1)

@@ -1,4 +1,4 @@
-"""Dealt data and workers that die at bad moments: every row of a pass once, and the run goes on."""
+"""Sharded data and workers that crash: each pass has every row once, and the run continues."""
 
 import itertools
 import json
@@ -24,9 +24,9 @@ ROWS = 20
 
 @miniray.remote
 class Doomed:
-    """Reads ``batches`` batches of two rows an epoch. Its calls are numbered over all its lives.
+    """Worker that reads ``batches`` batches of two rows per epoch and counts calls across restarts.
 
-    ``deaths`` are calls it does not survive: "train-1-0" is worker 1's first ``train_epoch``.
+    ``deaths`` are calls that kill it: "train-1-0" is worker 1's first ``train_epoch``.
     """
 
     def __init__(self, worker_id, folder):

@@ -1,4 +1,4 @@
-"""What the doctor says of a run that its trainer ended."""
+"""Doctor reports for runs that their trainer stopped."""
 
 import os
 import signal

@@ -104,7 +104,7 @@ def test_an_error_names_the_worker():
 
 
 class Rows(Dataset):
-    """What most datasets are: a slice of it is no rows but two arrays."""
+    """Dataset that, like most, returns two arrays for a slice instead of a list of rows."""
 
     def __init__(self, count):
         self.x = np.arange(2.0 * count).reshape(count, 2)

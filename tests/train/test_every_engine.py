@@ -95,7 +95,7 @@ def test_the_trainer_as_printed(capsys):
 
 
 class Everything(DataParallelTrainer):
-    """Medians and maxima, a sync of its own, weights, checkpoints and the model from the hooks."""
+    """Trainer with medians and maxima, a custom sync, weights, and checkpoints saved in hooks."""
 
     def create_worker(self, worker_id, lr=None, **kwargs):
         return Counter.remote(worker_id, start=0, lr=lr)
@@ -169,7 +169,7 @@ class Judge(Counter.__wrapped__):
 
 @pytest.mark.slow_on_ray
 def test_evaluation_and_epochs_without_a_barrier():
-    """Ten samples cut 4, 3, 3 are ten samples; and nobody's epoch is lost with mode="async"."""
+    """Ten samples split 4, 3, 3 count as ten, and no epoch is lost with mode="async"."""
     with DataParallelTrainer(3, worker=Judge, mode="async", progress=False) as trainer:
         result = trainer.train(epochs=3)
         seen = miniray.get([w.seen.remote() for w in trainer.workers])
@@ -191,7 +191,7 @@ def test_a_loop_of_ones_own_on_the_base_trainer():
 
     with Custom(num_workers=2, progress=False) as trainer:
         assert trainer.train(epochs=3)["total"] == 3
-    assert miniray.is_initialized()  # it was there before
+    assert miniray.is_initialized()  # it was running before
 
 
 def test_a_parameter_server_by_itself(engine):

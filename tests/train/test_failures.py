@@ -37,7 +37,7 @@ def _mother_is_there(_mother):
 
 
 def processes():
-    """What this process has started, helpers of earlier tests included."""
+    """Return the children of this process, including helpers of earlier tests."""
     return set(psutil.Process().children(recursive=True))
 
 
@@ -178,10 +178,10 @@ class DiesInSync(Counter.__wrapped__):
         #
         # Collecting: 2 after the first epoch; 3, 4 and a copy of the first's 3 are combined.
         ("get_weights", 3, 3, {}, [10 / 3, 10 / 3 + 2]),
-        # Giving out: velocity 2, weights 2; velocity 3, weights 5, which the survivors have. They
-        # are everybody's, with the velocity from before: then it is 1 + 2 and the weights are 8.
+        # Distributing: velocity 2, weights 2; velocity 3, weights 5, which the survivors have. All
+        # workers get them, with the earlier velocity: then it is 1 + 2 and the weights are 8.
         ("set_weights", 3, 3, {"sync_strategy": "momentum", "momentum": 0.5}, [5, 8]),
-        # Nobody survives: the epoch's work is lost, the weights are the server's 1.
+        # No worker survives: the epoch's work is lost, the weights are the server's 1.
         ("set_weights", 2, 1, {}, [1, 2]),
     ],
 )
@@ -283,7 +283,7 @@ def test_ctrl_c_ends_everything_and_says_so_in_the_run(tmp_path):
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=40
     )
     assert done.returncode != 0
-    # The traceback is the user's: what miniray was doing meanwhile is in the run's directory.
+    # The traceback shows only user code. The run directory records what miniray was doing.
     lines = done.stderr.strip().splitlines()
     assert lines[-1] == "KeyboardInterrupt"
     assert [line.split('"')[1] for line in lines if "File" in line] == [str(script)]

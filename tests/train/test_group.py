@@ -53,7 +53,7 @@ def test_actors_meet_add_up_leave_and_meet_again(raises):
         assert miniray.get(calls) == [(3.0, "gloo")] * 2
         host.close()
         host.close()
-    # Who does not come is named, and the one that waited is in no group.
+    # The error names the missing rank, and the rank that waited is not in a group.
     host = GroupHost(3, timeout=1, name="the trio")
     with raises(GroupError):
         miniray.get(members[0].come.remote(host.spec, 0))

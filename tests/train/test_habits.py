@@ -1,4 +1,4 @@
-"""What people do without being told: names of their own, numbers from 1, decorators, Ctrl-C."""
+"""Common user habits: custom argument names, counting from 1, decorators, Ctrl-C."""
 
 import traceback
 

@@ -1,4 +1,4 @@
-"""What hooks make of an epoch's result is what the run remembers of the epoch."""
+"""The run records the result of an epoch as hooks changed it."""
 
 import json
 import os

@@ -95,7 +95,7 @@ def test_a_worker_killed_while_a_run_is_taken_up_is_replaced_and_takes_it_up(
     tmp_path, plan, method
 ):
     class Kills(Callback):
-        def set_state(self, state):  # called first when a checkpoint is taken up
+        def set_state(self, state):  # called first when a checkpoint is restored
             plan.kill(method, 1, times=2)
 
     saving = [Kills(), Checkpoint()]
@@ -182,7 +182,7 @@ def test_one_killed_in_the_first_sync_or_in_evaluation_is_replaced(tmp_path, pla
     with make(plan, tmp_path / "run", sync_interval=1, eval_interval=1) as trainer:
         result = trainer.train(epochs=1, graves=str(plan.folder))
         weights = miniray.get([w.get_weights.remote() for w in trainer.workers])
-    # After the sync both have the same weights, and so has whoever came later.
+    # After the sync, both workers have the same weights, also if one was replaced.
     assert float(weights[0][0][0]) == float(weights[1][0][0]) > 0
     assert result.history[0]["val_w"] == pytest.approx(float(weights[0][0][0]))
     assert told(trainer) == [("worker_failed", worker), ("worker_replaced", worker)]

@@ -74,7 +74,7 @@ def test_counts_that_nobody_watches_are_left_out():
 
 
 def on_terminal(code, stdout=False):
-    """What a program writes to a terminal: on its stderr, or on both."""
+    """Return what a program writes to a terminal: its stderr, or stdout and stderr."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -139,7 +139,7 @@ def test_what_is_printed_goes_above_the_bar():
         """,
         stdout=True,
     )
-    # A carriage return begins the line anew: of each what is left on the screen.
+    # A carriage return restarts the line: keep the part of each line that stays on the screen.
     shown = [line.rpartition("\r")[2].rstrip() for line in text.replace("\r\n", "\n").split("\n")]
     assert shown[:4] == ["one line", "warned", "echoed", "begun, ended"]
     assert shown[-4] == "no end"

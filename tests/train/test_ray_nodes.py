@@ -287,7 +287,7 @@ def test_ranks_meet_on_hosts_without_a_default_route(hosts, train, tmp_path):
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1"]
     ray += [f"--object-store-memory={STORE}"]
     address = "10.77.0.1:6379"
-    # Nobody else is in this network, and the hosts share no files with a token in them.
+    # No other hosts are in this network, and the hosts don't share token files.
     environment = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
     (tmp_path / "go").touch()
     with contextlib.ExitStack() as stack:

@@ -83,7 +83,7 @@ class Mortal:
         self.places = dict(places) if worker_id == victim else {}
         self.steps = self.copies = self.states = 0
         if "data" in self.places:
-            # Each loader process starts anew in each epoch, and loads every second batch.
+            # Each loader process restarts in each epoch and loads every second batch.
             batches = self.places["data"] % STEPS // loaders if loaders else self.places["data"]
             data.fatal = 4 * batches + 1
         self.optimizer.register_step_pre_hook(lambda *_: self.at("optimizer"))

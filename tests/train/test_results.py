@@ -1,4 +1,4 @@
-"""What train() returns."""
+"""The return value of train()."""
 
 import builtins
 import math

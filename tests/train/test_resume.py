@@ -1,4 +1,4 @@
-"""Stopping and going on: nothing may differ from never having stopped."""
+"""Stop and resume a run: the result must equal that of an uninterrupted run."""
 
 import json
 import re

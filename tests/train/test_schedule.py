@@ -1,4 +1,4 @@
-"""What is due after a step is the same on all ranks, by arithmetic or by a broadcast."""
+"""Actions due after a step are the same on all ranks, either computed or broadcast."""
 
 from __future__ import annotations
 

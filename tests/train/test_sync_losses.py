@@ -19,7 +19,7 @@ def fail(workers, error):
 
 
 class Server:
-    """Every sync fails as it is told, and then one goes through."""
+    """Server whose syncs fail with ``failures`` in turn, then succeed."""
 
     def __init__(self, *failures):
         self.failures = list(failures)
@@ -30,7 +30,7 @@ class Server:
 
 
 class Group:
-    """Of workers that are found to be lost one by one: each time it is called, these."""
+    """Group of workers that replaces the next entry of ``found`` at each call."""
 
     unit = "epoch"
 

@@ -1,4 +1,4 @@
-"""Model files: what others can read, what comes back, what is refused."""
+"""Model files: compatibility with other readers, round trips and rejected values."""
 
 import json
 import struct

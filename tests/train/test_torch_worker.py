@@ -53,7 +53,7 @@ def test_an_epoch_by_hand(decorated):
     trainer, result = trained(miniray.remote(Line) if decorated else Line, lr=0.0)
     with trainer:
         seen = miniray.get([w.seen.remote() for w in trainer.workers])
-    # Rows 1 to 5, dealt out in turn, in batches of two.
+    # Rows 1 to 5, assigned round-robin, in batches of two.
     assert [s["rows"] for s in seen] == [[(0, [1, 3]), (1, [5])], [(0, [2, 4])]]
     assert result["num_samples"] == 5
     assert result["loss"] == pytest.approx((1 + 4 + 9 + 16 + 25) / 5)  # over samples, not batches
@@ -126,15 +126,15 @@ def test_stopped_and_resumed_is_bit_for_bit_never_stopped(tmp_path, backend, wor
     with make("stopped") as trainer:
         assert trainer.train(epochs=5, resume=True)["loss"] == straight
         assert bits(trainer) == expected
-        # What every worker's optimizer would load was there before the first of them was made.
+        # Modules that an optimizer imports were loaded before the first worker was created.
         assert miniray.get([w.loaded.remote() for w in trainer.workers]) == [True, True]
-    assert "1.running_mean" in expected[0]  # buffers are weights, too
+    assert "1.running_mean" in expected[0]  # buffers are also weights
 
 
 def test_evaluation_is_that_of_one_process():
     trainer, _ = trained(Line, lr=0.0, rows=7)
     with trainer:
-        whole = trainer.evaluate()  # its val_loader, dealt out
+        whole = trainer.evaluate()  # its val_loader, sharded
         x = torch.arange(1.0, 8)
         given = trainer.evaluate(data=TensorDataset(x, x))
         rows = trainer.evaluate(data=[(v, v) for v in x])
@@ -182,7 +182,7 @@ def test_a_worker_may_train_in_its_own_way():
     assert result["loss"] == 1.0
 
 
-#: Of a type that is known, over a sampler that nobody would look for there.
+#: A batch sampler of a known type, wrapped around a random sampler.
 BATCHES = BatchSampler(RandomSampler(range(4)), 2, drop_last=False)
 
 

@@ -50,7 +50,7 @@ class Counter:
 
 @miniray.remote
 class Noisy(Counter.__wrapped__):
-    """Also has state of its own: a random stream and an optimizer's memory."""
+    """Counter with additional state: a random stream and the velocity of an optimizer."""
 
     def __init__(self, worker_id):
         super().__init__(worker_id, start=0)
@@ -74,7 +74,7 @@ class Noisy(Counter.__wrapped__):
 
 @miniray.remote
 class Mortal(Counter.__wrapped__):
-    """Dies or hangs in the epoch it is told to, once: a file remembers that it did."""
+    """Worker that crashes or hangs once, in epoch ``in_epoch``; a file records that it did."""
 
     def __init__(self, worker_id, victim, in_epoch, how, marker):
         super().__init__(worker_id, start=0)
