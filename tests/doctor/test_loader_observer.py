@@ -34,7 +34,7 @@ def _compiler():
 @pytest.fixture
 def ranks(tmp_path):
     """Start two ranks that run ``function(rank, step)`` in a group; return record and diagnosis."""
-    started = Ranks()
+    started, kept = Ranks(), []
 
     def body(function, rank):
         torch.set_num_threads(1)
@@ -48,6 +48,9 @@ def ranks(tmp_path):
 
         function(rank, step)
         dist.destroy_process_group()
+        # The last reference: torch joins threads of gloo when it is dropped, without releasing the
+        # GIL, for which one of them may wait.
+        kept.append(model)
 
     def run(function):
         for rank in range(2):
