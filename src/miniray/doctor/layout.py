@@ -7,7 +7,7 @@ and against being read in the middle of a write:
   What belongs together and must not be mixed is packed into one cell (phase and its time, say).
 - *rings* of records (events), and slots (steps, see ``history``). A record begins and ends with a
   number; while it is written the two differ and a reader skips it. A reader copies from the front
-  to the back, so the number in front is written last: if it is there, so is all that follows.
+  to the back, so the number in front is written last, when everything after it is complete.
 - *texts*: an append-only table; other places refer to a text by its index. The count is raised
   after the text is there.
 - *blobs* (JSON) in two places that take turns, each with version and checksum. A half-written one
