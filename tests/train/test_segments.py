@@ -275,6 +275,7 @@ class Created(DataParallelTrainer):
     [
         ({"steps": 3}, {}),
         ({"epochs": 1}, {"eval_every_steps": 2}),
+        ({"epochs": 1}, {"log_every": 2}),
         ({"epochs": 1}, {"sync_every_steps": 2}),
         ({"epochs": 1}, {"callbacks": Checkpoint(every_steps=2)}),
     ],

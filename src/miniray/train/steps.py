@@ -117,9 +117,14 @@ class StepActions:
         return [callback for callback in self._callbacks if isinstance(callback, Checkpoint)]
 
     def list_requested(self, target: TrainTarget) -> list[str]:
-        """Return the options in use that need to know the number of steps of an epoch."""
+        """Return the options in use that need to know the number of steps of an epoch.
+
+        ``log_every`` with its default value can't be told from one that wasn't passed.
+        """
+        log_every = self.options.log_every
         requested = {
             "train(steps=...)": target.steps,
+            "log_every": log_every if log_every != StepOptions.log_every else None,
             "eval_every_steps": self.options.eval_every_steps,
             "Checkpoint(every_steps=...)": any(c.every_steps for c in self.checkpoints) or None,
             "sync_every_steps": self.options.sync_every_steps,
