@@ -7,6 +7,7 @@ import pytest
 
 from miniray.train import DDPTrainer
 from miniray.train.run.step_log import LogMerger, LogWindow
+from tests.doctor.helpers import wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -28,7 +29,10 @@ class Mortal:
         self.train_loader = DataLoader(data, batch_size=4)
 
     def training_step(self, batch, batch_idx):
+        if (self.rank, self.global_step) == (0, KILL):
+            open("saved", "w").close()  # rank 0 has written its snapshot of this step
         if (self.rank, self.global_step) == (1, KILL) and not os.path.exists("killed"):
+            wait_until(lambda: os.path.exists("saved"))
             open("killed", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         loss = functional.cross_entropy(self.model(batch[0]), batch[1])
